@@ -1,0 +1,270 @@
+"""Models, clusters and layouts as plain data, and the built-in ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_infinipipe.errors import ConfigError
+
+__all__ = [
+    "BUILTIN_CLUSTERS",
+    "BUILTIN_MODELS",
+    "ClusterSpec",
+    "Layout",
+    "ModelSpec",
+    "load_cluster",
+    "load_model",
+    "make_layout",
+]
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What time and memory depend on.
+
+    `dtype_bytes` is the size of a parameter and an activation element. `fused_kernels` says whether
+    norm and SwiGLU keep only their inputs (fused kernels) or what the plain Hugging Face layers
+    keep; it changes the activation bytes, nothing else.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    dtype_bytes: int = 2
+    fused_kernels: bool = True
+
+    @property
+    def kv_size(self) -> int:
+        """D_kv: width of K (and of V) over all heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one decoder layer (projections and SwiGLU; norms are negligible)."""
+        attention = 2 * self.hidden_size * (self.query_size + self.kv_size)
+        return attention + 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """Devices and links. Bandwidths are bytes per second and per device unless they say node."""
+
+    name: str
+    num_nodes: int
+    devices_per_node: int
+    memory_bytes: int
+    peak_flops: float
+    linear_efficiency: float
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    gather_bandwidth: float
+    all2all_bandwidth: float
+    node_p2p_bandwidth: float
+    collective_latency_s: float
+    p2p_latency_s: float
+    layer_overhead_forward_s: float
+    layer_overhead_backward_s: float
+    zero_overlap: float = 1.0
+    """Share of a parameter gather that hides under compute, 0 to 1."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Parallel degrees and the decoder layers each stage holds."""
+
+    pp: int
+    sp: int
+    dp: int
+    stage_layers: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.sp * self.dp
+
+
+def make_layout(model: ModelSpec, pp: int, sp: int, dp: int = 1) -> Layout:
+    """Split the layers evenly, one more for the first stages where pp does not divide them.
+
+    The last stage has the logits, so it never gets a spare layer. Raises ConfigError where the
+    model cannot be laid out like this.
+    """
+    for name, degree in (("pp", pp), ("sp", sp), ("dp", dp)):
+        if degree < 1:
+            raise ConfigError(f"{name} is {degree}; every parallel degree must be at least 1")
+    if pp > model.num_layers:
+        raise ConfigError(
+            f"pp {pp} is more than the {model.num_layers} layers of {model.name}: "
+            f"each stage needs a layer, use pp <= {model.num_layers}"
+        )
+    _check_heads(model, sp)
+    base, spare = divmod(model.num_layers, pp)
+    return Layout(pp, sp, dp, tuple(base + (stage < spare) for stage in range(pp)))
+
+
+def _check_heads(model: ModelSpec, sp: int) -> None:
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{model.name} has {heads} attention heads over {kv_heads} key/value heads; "
+            "the first must be a multiple of the second"
+        )
+    if sp > heads:
+        raise ConfigError(
+            f"sp {sp} is more than the {heads} attention heads of {model.name}: "
+            f"Ulysses gives each rank at least one head, use sp <= {heads}"
+        )
+    if heads == kv_heads:
+        return  # multi-head attention: the heads are padded up to a multiple of sp
+    if heads % sp or (kv_heads % sp and sp % kv_heads):
+        fits = [d for d in range(1, heads + 1) if heads % d == 0 and not (kv_heads % d and d % kv_heads)]
+        raise ConfigError(
+            f"sp {sp} cannot share {heads} attention heads and {kv_heads} key/value heads of "
+            f"{model.name} evenly: use sp in {fits}"
+        )
+
+
+_GIB = 2**30
+
+
+def _llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
+    return ModelSpec(name, layers, hidden, ffn, heads, heads, hidden // heads, 32000)
+
+
+BUILTIN_MODELS: Mapping[str, ModelSpec] = {
+    "llama-7b": _llama("llama-7b", 32, 4096, 11008, 32),
+    "llama-13b": _llama("llama-13b", 40, 5120, 13824, 40),
+    "llama-30b": _llama("llama-30b", 60, 6656, 17920, 52),
+}
+
+BUILTIN_CLUSTERS: Mapping[str, ClusterSpec] = {
+    "a800-80g-4x8": ClusterSpec(
+        name="a800-80g-4x8",
+        num_nodes=4,
+        devices_per_node=8,
+        memory_bytes=72 * _GIB,
+        peak_flops=312e12,
+        linear_efficiency=0.58,
+        attention_forward_efficiency=0.55,
+        attention_backward_efficiency=0.45,
+        gather_bandwidth=165e9,
+        all2all_bandwidth=140e9,
+        node_p2p_bandwidth=42.5e9,
+        collective_latency_s=15e-6,
+        p2p_latency_s=20e-6,
+        layer_overhead_forward_s=0.25e-3,
+        layer_overhead_backward_s=0.45e-3,
+    ),
+    # one core per rank, float32, gloo over shared memory
+    "cpu-local": ClusterSpec(
+        name="cpu-local",
+        num_nodes=64,
+        devices_per_node=64,
+        memory_bytes=4 * _GIB,
+        peak_flops=60e9,
+        linear_efficiency=0.8,
+        attention_forward_efficiency=0.6,
+        attention_backward_efficiency=0.6,
+        gather_bandwidth=1e9,
+        all2all_bandwidth=0.5e9,
+        node_p2p_bandwidth=1e9,
+        collective_latency_s=0.5e-3,
+        p2p_latency_s=1e-3,
+        layer_overhead_forward_s=1e-3,
+        layer_overhead_backward_s=2e-3,
+        zero_overlap=0.0,
+    ),
+}
+
+
+def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
+    """Read a Hugging Face `config.json`; raises ConfigError for unsupported or incomplete ones."""
+    kind = config.get("model_type")
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"model type {kind!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    try:
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        spec = ModelSpec(
+            name=name or str(kind),
+            num_layers=int(config["num_hidden_layers"]),
+            hidden_size=hidden,
+            ffn_size=int(config["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab_size=int(config["vocab_size"]),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            fused_kernels=False,
+        )
+    except KeyError as error:
+        raise ConfigError(f"the model config lacks {error}; give a complete config.json") from error
+    for field_name in ("num_layers", "hidden_size", "ffn_size", "num_heads", "vocab_size"):
+        if getattr(spec, field_name) < 1:
+            raise ConfigError(f"the model config gives {field_name} = {getattr(spec, field_name)}")
+    return spec
+
+
+def load_model(name_or_path: str) -> ModelSpec:
+    """A built-in name, a `config.json`, or a folder that holds one."""
+    if name_or_path in BUILTIN_MODELS:
+        return BUILTIN_MODELS[name_or_path]
+    path = Path(name_or_path)
+    path = path / "config.json" if path.is_dir() else path
+    return model_from_hf(_read_json(path, "model", BUILTIN_MODELS), path.parent.name or path.stem)
+
+
+def load_cluster(name_or_path: str) -> ClusterSpec:
+    """A built-in name, or a JSON file with ClusterSpec's fields.
+
+    `base` may name a built-in whose fields fill what the file leaves out.
+    """
+    if name_or_path in BUILTIN_CLUSTERS:
+        return BUILTIN_CLUSTERS[name_or_path]
+    fields = dict(_read_json(Path(name_or_path), "cluster", BUILTIN_CLUSTERS))
+    base = fields.pop("base", None)
+    if base is not None and base not in BUILTIN_CLUSTERS:
+        raise ConfigError(f"cluster base {base!r} is not one of {', '.join(BUILTIN_CLUSTERS)}")
+    try:
+        return replace(BUILTIN_CLUSTERS[base], **fields) if base else ClusterSpec(**fields)
+    except TypeError as error:
+        raise ConfigError(f"cluster file {name_or_path}: {error}") from error
+
+
+def _read_json(path: Path, what: str, builtins: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise ConfigError(
+            f"{what} {str(path)!r} is neither a file nor a built-in name ({', '.join(builtins)})"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{what} file {path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{what} file {path} must hold one JSON object")
+    return data
