@@ -1,0 +1,104 @@
+"""1F1B order of one pipeline with slice dependencies (Fig. 2, Eq. 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.types import Chunk, Op
+
+__all__ = [
+    "backward_order",
+    "count_slices",
+    "forward_order",
+    "stage_operations",
+    "window_size",
+]
+
+
+def forward_order(chunks: Sequence[Chunk], members: Iterable[int]) -> tuple[int, ...]:
+    """Chunk ids of `members` in forward order, the paper's "longest sequences first".
+
+    Cut sequences by most slices, then most tokens, each with its slices in order; after them the
+    batched chunks by most tokens. Ties by id, so the order is the same on every machine.
+    """
+    blocks: dict[int, list[int]] = {}
+    batched: list[int] = []
+    for chunk in sorted(set(members)):
+        if chunks[chunk].keeps_kv:
+            blocks.setdefault(chunks[chunk].slices[0].sequence, []).append(chunk)
+        else:
+            batched.append(chunk)
+    by_length = sorted(
+        blocks.items(),
+        key=lambda item: (-len(item[1]), -sum(chunks[c].split_tokens for c in item[1]), item[0]),
+    )
+    order: list[int] = []
+    for _, block in by_length:
+        order += sorted(block, key=lambda c: chunks[c].slices[0].start)
+    order += sorted(batched, key=lambda c: (-chunks[c].tokens, c))
+    return tuple(order)
+
+
+def backward_order(chunks: Sequence[Chunk], forward: Sequence[int]) -> tuple[int, ...]:
+    """The same blocks in the same order as `forward`, the slices of each block reversed (Eq. 16).
+
+    A block holds the same range of positions in both orders, so with 0-based positions
+    f2b[first + i] = first + m - 1 - i inside it and the identity for batched chunks.
+    """
+    order: list[int] = []
+    first = 0
+    while first < len(forward):
+        end = first + 1
+        head = chunks[forward[first]]
+        while (
+            head.keeps_kv
+            and end < len(forward)
+            and chunks[forward[end]].keeps_kv
+            and chunks[forward[end]].slices[0].sequence == head.slices[0].sequence
+        ):
+            end += 1
+        order += reversed(forward[first:end])
+        first = end
+    return tuple(order)
+
+
+def count_slices(chunks: Sequence[Chunk], members: Iterable[int]) -> int:
+    """N_split of Eq. 7: the most slices of one sequence among `members`, at least 1."""
+    counts: dict[int, int] = {}
+    for chunk in members:
+        if chunks[chunk].keeps_kv:
+            sequence = chunks[chunk].slices[0].sequence
+            counts[sequence] = counts.get(sequence, 0) + 1
+    return max(counts.values(), default=1)
+
+
+def window_size(pp: int, stage: int, num_split: int) -> int:
+    """Chunks in flight on a 0-based stage: pp - 1 - stage + num_split (Eq. 7; its p is stage + 1).
+
+    A smaller window deadlocks or adds bubbles: the last stage must hold all slices of a sequence
+    before the tail's backward.
+    """
+    return pp - 1 - stage + num_split
+
+
+def stage_operations(
+    forward: Sequence[int], backward: Sequence[int], window: int
+) -> tuple[tuple[Op, int], ...]:
+    """F and B of one stage: before the j-th backward, forwards up to j + window have run.
+
+    Raises ScheduleError when the window is so small that a backward would precede its forward.
+    """
+    operations: list[tuple[Op, int]] = []
+    issued: set[int] = set()
+    for position, chunk in enumerate(backward):
+        for ahead in forward[len(issued) : position + window]:
+            operations.append((Op.FORWARD, ahead))
+            issued.add(ahead)
+        if chunk not in issued:
+            raise ScheduleError(
+                f"a window of {window} chunks reaches B{chunk} before F{chunk}: "
+                "the window must hold every slice of a sequence"
+            )
+        operations.append((Op.BACKWARD, chunk))
+    return tuple(operations)

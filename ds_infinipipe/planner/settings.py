@@ -1,0 +1,66 @@
+"""The planner's knobs: the `planner` section of the configuration, usable on its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_infinipipe.planner.specs import ClusterSpec
+
+__all__ = ["PlannerSettings"]
+
+_GIB = 2**30
+_PositiveInt = Annotated[int, Field(ge=1)]
+_PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class PlannerSettings(BaseModel):
+    """How a batch is planned. Unknown keys fail; "auto" means derived from model and cluster."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    mode: Literal["paper"] = "paper"
+    """`paper`: one slice mesh for all, grouping by dynamic programming, Algorithm 2."""
+
+    memory_limit_gib: _PositiveFloat | Literal["auto"] = "auto"
+    """Device memory a plan may use, GiB; "auto" takes the cluster's."""
+
+    alignment: int = Field(default=1, ge=1)
+    """Slice boundaries inside a cut sequence are multiples of lcm(sp, alignment), tokens."""
+
+    max_slices: _PositiveInt | Literal["auto"] = "auto"
+    """Most slices the longest sequence is cut into; "auto" tries 1 to pp + 4."""
+
+    recompute: Literal["adaptive", "none", "full"] = "adaptive"
+    """Layers recomputed per stage and chunk: solved, never, or always all of them."""
+
+    solver: Literal["cpsat", "greedy"] = "cpsat"
+    """`cpsat` solves Algorithm 2; `greedy` recomputes the same number of layers everywhere."""
+
+    relative_gap: float = Field(default=0.02, ge=0.0, lt=1.0)
+    """CP-SAT stops within this fraction of its bound."""
+
+    solver_time_limit_s: float = Field(default=2.0, gt=0.0)
+    """Limit per solve, mapped to CP-SAT's deterministic time so that plans stay reproducible."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of the solver."""
+
+    loss_block_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at a time on the last stage."""
+
+    token_limit: _PositiveInt | Literal["auto"] = "auto"
+    """Most tokens packed into a chunk, T_m of Algorithm 1; "auto" derives it from the models."""
+
+    def memory_limit_bytes(self, cluster: ClusterSpec) -> int:
+        """Bytes a plan may use on one device of `cluster`."""
+        if self.memory_limit_gib == "auto":
+            return cluster.memory_bytes
+        return int(self.memory_limit_gib * _GIB)
+
+    def slice_limit(self, pp: int) -> int:
+        """Largest K that is tried; the paper's d_p + 4 for "auto"."""
+        return pp + 4 if self.max_slices == "auto" else self.max_slices
