@@ -1,0 +1,166 @@
+"""Run a function on several gloo ranks, each in a process of its own.
+
+Processes come from a fork server that has torch, DeepSpeed and transformers imported, so only the
+first run of a test session pays for the imports.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+__all__ = ["RankFailure", "run_ranks"]
+
+_PRELOAD = [
+    "torch",
+    "deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class RankFailure(RuntimeError):
+    """What a rank printed when it failed, or how its process ended."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call `fn(rank, *args)` on every rank of a fresh gloo group; returns the results by rank.
+
+    `fn` must be importable (a module-level function). The first rank that raises ends the others:
+    its exception is raised here, caused by a RankFailure with the rank's traceback. Raises
+    TimeoutError naming the missing ranks when `timeout` seconds pass; each rank then has its
+    stacks on stderr.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    payload = pickle.dumps((fn, args))
+    port = _free_port()
+    processes, connections = [], []
+    try:
+        with mock.patch.dict(os.environ, _ENVIRONMENT):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main,
+                    args=(theirs, rank, world_size, port, timeout, payload),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                connections.append(ours)
+        return _collect(connections, time.monotonic() + timeout, timeout)
+    finally:
+        for connection in connections:
+            connection.close()  # a finished rank waits for this before it leaves its peers
+        _end(processes)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _collect(connections: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(connections):
+        missing = {c: rank for rank, c in enumerate(connections) if rank not in results}
+        ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"no answer from ranks {sorted(missing.values())} in {timeout:g} s")
+        failures = []
+        for connection in ready:
+            rank = missing[connection]
+            try:
+                failed_at, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                lost = RankFailure(f"rank {rank} ended without an answer")
+                failed_at, value = float("inf"), (lost, str(lost))
+            if failed_at is None:
+                results[rank] = value
+            else:
+                failures.append((failed_at, rank, value))
+        if failures:
+            _, rank, (error, text) = min(failures, key=lambda failure: failure[:2])
+            raise error from RankFailure(f"rank {rank}:\n{text}")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _end(processes: list[Any], grace_s: float = 1.0) -> None:
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def _rank_main(
+    connection: Connection, rank: int, world_size: int, port: int, timeout: float, payload: bytes
+) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout - 1.0))
+    os.environ.update(
+        _ENVIRONMENT,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        _join_group(timeout)
+        fn, args = pickle.loads(payload)
+        answer = pickle.dumps((None, fn(rank, *args)))
+    except BaseException as error:
+        answer = _failure(error)
+    faulthandler.cancel_dump_traceback_later()
+    connection.send_bytes(answer)
+    connection.poll(timeout)  # until every rank has answered, so that no peer loses its connection
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _join_group(timeout: float) -> None:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    # Its first build takes minutes and only inference collectives use it. The attribute of that
+    # name on the package is torch itself, hence sys.modules.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout), verbose=False)
+
+
+def _failure(error: BaseException) -> bytes:
+    text = traceback.format_exc()
+    try:
+        body = pickle.dumps((time.monotonic(), (error, text)))
+        pickle.loads(body)
+        return body
+    except Exception:
+        return pickle.dumps((time.monotonic(), (RankFailure(repr(error)), text)))
