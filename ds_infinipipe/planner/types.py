@@ -227,7 +227,10 @@ class SolverStats:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the executor needs for one optimizer step, the same on every rank."""
+    """Everything the executor needs for one optimizer step, the same on every rank.
+
+    `zero_stage` and `loss_block_tokens` are what `predicted.peak_bytes` was counted for.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -240,6 +243,8 @@ class Plan:
     streams: tuple[tuple[Instruction, ...], ...]
     predicted: Prediction
     solver: SolverStats
+    zero_stage: int = 3
+    loss_block_tokens: int = 1024
     version: int = PLAN_VERSION
 
     @property
@@ -269,6 +274,8 @@ class Plan:
             "lengths": list(self.lengths),
             "alignment": self.alignment,
             "memory_limit_bytes": self.memory_limit_bytes,
+            "zero_stage": self.zero_stage,
+            "loss_block_tokens": self.loss_block_tokens,
             "chunks": [_chunk_to_json(c) for c in self.chunks],
             "pipelines": [asdict(p) for p in self.pipelines],
             "streams": [[str(i) for i in stream] for stream in self.streams],
@@ -300,11 +307,12 @@ class Plan:
         if data["version"] != PLAN_VERSION:
             raise ValueError(f"version {data['version']}")
         lengths = tuple(data["lengths"])
+        layout = {**data["layout"], "stage_layers": _ints(data["layout"]["stage_layers"])}
         predicted = data["predicted"]
         return cls(
             model=ModelSpec(**data["model"]),
             cluster=ClusterSpec(**data["cluster"]),
-            layout=Layout(**{**data["layout"], "stage_layers": _ints(data["layout"]["stage_layers"])}),
+            layout=Layout(**layout),
             lengths=lengths,
             alignment=data["alignment"],
             memory_limit_bytes=data["memory_limit_bytes"],
@@ -315,6 +323,8 @@ class Plan:
                 predicted["step_time_s"], predicted["bubble_ratio"], _ints(predicted["peak_bytes"])
             ),
             solver=SolverStats(**data["solver"]),
+            zero_stage=data["zero_stage"],
+            loss_block_tokens=data["loss_block_tokens"],
         )
 
 
