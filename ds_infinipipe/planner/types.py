@@ -161,7 +161,7 @@ class Instruction:
 
     def __str__(self) -> str:
         if self.op is Op.STEP:
-            return self.op.value
+            return str(self.op.value)
         suffix = f"r{self.recompute}" if self.recompute else ""
         return f"{self.op.value}{self.chunk}{suffix}"
 
