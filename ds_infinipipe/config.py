@@ -1,0 +1,315 @@
+"""The strict `"infinipipe"` section of the DeepSpeed JSON.
+
+Every field states its unit and default; unknown keys fail; "auto" means "derived from the rest".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ds_infinipipe.deepspeed_json import (
+    SECTION,
+    derive_deepspeed_settings,
+    format_close_matches,
+    read_deepspeed_json,
+    sequences_per_step,
+    warn_unknown_keys,
+)
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import ClusterSpec, ModelSpec, load_cluster, model_from_hf
+
+__all__ = [
+    "ClusterSpec",
+    "DataSettings",
+    "DebugSettings",
+    "InfiniPipeConfig",
+    "ModelSettings",
+    "ParallelSettings",
+    "PlanningSettings",
+    "RuntimeSettings",
+    "TrainingSettings",
+    "derive_deepspeed_config",
+    "sequences_per_step",
+]
+
+_Degree = Annotated[int, Field(ge=1)]
+_Paths = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class ModelSettings(_Section):
+    """Where the model comes from: at most one of `path`, `config` and `config_path`."""
+
+    path: str | None = None
+    """Hugging Face folder with config.json and safetensors; its weights are loaded."""
+
+    config: dict[str, Any] | None = None
+    """Hugging Face config as an object, with model_type; weights are initialised at random."""
+
+    config_path: str | None = None
+    """A config.json, or a folder that holds one; weights are initialised at random."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the random weights; equal for every layout. Default 0."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSettings:
+        given = [n for n in ("path", "config", "config_path") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; keep one")
+        return self
+
+    def load_hf_config(self) -> dict[str, Any]:
+        """The Hugging Face config as a dictionary of its own; ConfigError if none can be read."""
+        if self.config is not None:
+            return dict(self.config)
+        source = self.path if self.path is not None else self.config_path
+        if source is None:
+            raise ConfigError(
+                "no model: give infinipipe.model.path (a Hugging Face folder), "
+                "infinipipe.model.config (its config) or infinipipe.model.config_path"
+            )
+        file = Path(source)
+        file = file / "config.json" if file.is_dir() else file
+        if not file.is_file():
+            raise ConfigError(f"the model config {file} does not exist")
+        return read_deepspeed_json(file)
+
+    def load_spec(self) -> ModelSpec:
+        """What the planner needs of the model; ConfigError for an unsupported one."""
+        return model_from_hf(self.load_hf_config())
+
+
+class ParallelSettings(_Section):
+    """Parallel degrees; pp * sp * dp ranks run together."""
+
+    pp: _Degree = 1
+    """Pipeline stages. Default 1."""
+
+    sp: _Degree | Literal["auto"] = "auto"
+    """Ulysses sequence-parallel ranks in a stage; "auto" (default) takes world size / pp."""
+
+    dp: _Degree = 1
+    """Data-parallel replicas; only 1 for now."""
+
+    @model_validator(mode="after")
+    def _one_replica(self) -> ParallelSettings:
+        if self.dp != 1:
+            raise ValueError(
+                f"dp {self.dp} is not supported yet, as all ranks of a stage run one plan; "
+                "use dp 1 and a larger pp or sp"
+            )
+        return self
+
+    def resolve(self, world_size: int) -> tuple[int, int, int]:
+        """(pp, sp, dp) for that many ranks; ConfigError where the product differs."""
+        sp = max(1, world_size // (self.pp * self.dp)) if self.sp == "auto" else self.sp
+        ranks = self.pp * sp * self.dp
+        if ranks != world_size:
+            raise ConfigError(
+                f"infinipipe.parallel: pp {self.pp} x sp {sp} x dp {self.dp} = {ranks} ranks, but "
+                f"{world_size} were started: start {ranks} ranks or choose degrees whose product "
+                f"is {world_size}"
+            )
+        return self.pp, sp, self.dp
+
+
+class PlanningSettings(_Section):
+    """How planning runs beside training."""
+
+    asynchronous: bool = True
+    """Solve the next step's plan in a worker process while the current one trains. Default true."""
+
+    deadline_s: float = Field(default=30.0, gt=0.0)
+    """Seconds a step waits for a late plan before a greedy one replaces it. Default 30."""
+
+
+class DataSettings(_Section):
+    """The documents that are trained on, and what happens to those that do not fit."""
+
+    path: str | _Paths = "python-sources"
+    """File or folder, or a list of them; "python-sources" (default) is the running interpreter's
+    standard library and installed packages."""
+
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    """`text`: a file is a document; `jsonl`: a line is one; `auto` (default): by file suffix."""
+
+    text_field: str = "text"
+    """JSONL key with the text; a line may have `input_ids` instead. Default "text"."""
+
+    patterns: Literal["auto"] | _Paths = "auto"
+    """Shell patterns of the file names read from a folder; "auto" (default): text and code."""
+
+    tokenizer: Literal["bytes"] = "bytes"
+    """`bytes`: 256 byte values and three special tokens; nothing to download."""
+
+    context_length: int = Field(default=4096, ge=2)
+    """Most tokens of one training sequence. Default 4096."""
+
+    over_length: Literal["error", "truncate", "split", "drop"] = "error"
+    """What happens to a longer document: an error (default), its head kept, cut into sequences of
+    their own, or left out. The report counts it."""
+
+    encoding_errors: Literal["replace", "strict"] = "replace"
+    """Bytes that are not UTF-8: replaced (default), or an error naming file and byte."""
+
+    max_documents: _Degree | None = None
+    """Cap on documents read; which ones is decided by `seed` and file name. Default: no cap."""
+
+    shuffle: bool = True
+    """Draw sequences in random order, anew each epoch. Default true."""
+
+    drop_last: bool = False
+    """Leave out an epoch's last, smaller batch. Default false: it is trained on."""
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the order and of the choice under `max_documents`. Default 0."""
+
+
+class TrainingSettings(_Section):
+    """The loop of `infinipipe train`."""
+
+    steps: _Degree = 100
+    """Optimizer steps. Default 100."""
+
+    log_every: _Degree = 1
+    """Steps between two log lines. Default 1."""
+
+
+class RuntimeSettings(_Section):
+    """How a plan is executed."""
+
+    attention: str = "auto"
+    """Attention backend by name; "auto" (default) takes the fastest that works on the device."""
+
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Seconds to wait for a peer before the step fails, naming chunk and peer. Default 600."""
+
+
+class DebugSettings(_Section):
+    """What helps to find a fault; all off by default."""
+
+    verify_p2p: bool = False
+    """Compare a checksum of every transfer on both sides."""
+
+    dump_plans: str | None = None
+    """Folder that receives every step's plan as JSON."""
+
+    trace: str | None = None
+    """Folder that receives a Chrome trace of the measured steps."""
+
+
+class InfiniPipeConfig(_Section):
+    """The whole `"infinipipe"` section."""
+
+    model: ModelSettings = ModelSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    cluster: str = "cpu-local"
+    """Built-in cluster name or a JSON file with its constants. Default "cpu-local"."""
+
+    planner: PlannerSettings = PlannerSettings()
+    planning: PlanningSettings = PlanningSettings()
+    data: DataSettings = DataSettings()
+    training: TrainingSettings = TrainingSettings()
+    runtime: RuntimeSettings = RuntimeSettings()
+    debug: DebugSettings = DebugSettings()
+
+    @classmethod
+    def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> InfiniPipeConfig:
+        """The section of a DeepSpeed JSON, given as a file or as a dictionary.
+
+        An absent section means all defaults. Raises ConfigError naming field, value and repair;
+        unknown top-level keys of the rest are logged.
+        """
+        config = read_deepspeed_json(source)
+        warn_unknown_keys(config)
+        return cls.from_section(config.get(SECTION, {}))
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> InfiniPipeConfig:
+        """Validate the section alone; raises ConfigError."""
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{SECTION} is {section!r}; it must be an object")
+        try:
+            return cls.model_validate(dict(section))
+        except ValidationError as error:
+            raise ConfigError(_describe(error)) from error
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of the section, with every field's docstring as its description."""
+        return cls.model_json_schema()
+
+    def load_cluster(self) -> ClusterSpec:
+        """The cluster named by `cluster`; raises ConfigError if there is none."""
+        return load_cluster(self.cluster)
+
+
+def derive_deepspeed_config(
+    config: str | Path | Mapping[str, Any], world_size: int
+) -> dict[str, Any]:
+    """The dictionary to give to DeepSpeed for `world_size` ranks.
+
+    `train_batch_size` of the user's file counts sequences per optimizer step; DeepSpeed's own
+    identity train_batch = micro * accumulation * data-parallel size is met with micro = 1 and
+    accumulation = 1, and ours stays available from `sequences_per_step`. Raises ConfigError for
+    settings that cannot work and where pp * sp * dp is not the world size.
+    """
+    whole = read_deepspeed_json(config)
+    section = InfiniPipeConfig.from_section(whole.get(SECTION, {}))
+    _, sp, dp = section.parallel.resolve(world_size)
+    return derive_deepspeed_settings(whole, shards=sp * dp)
+
+
+def _describe(error: ValidationError) -> str:
+    """All of pydantic's findings in one paragraph, each with its path, value and repair."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_field_path(item["loc"]), []).append(item)
+    return "; ".join(_describe_field(path, items) for path, items in found.items())
+
+
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """Dotted path without the names pydantic adds for the members of a union."""
+    names: list[str] = []
+    model: type[BaseModel] | None = InfiniPipeConfig
+    for part in location:
+        if model is None:
+            break
+        names.append(str(part))
+        model = _section_of(model, str(part))
+    return ".".join([SECTION, *names])
+
+
+def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    field = model.model_fields.get(name)
+    kind = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _describe_field(path: str, items: list[Mapping[str, Any]]) -> str:
+    first = items[0]
+    if first["type"] == "extra_forbidden":
+        *parents, name = path.split(".")[1:]
+        model: type[BaseModel] = InfiniPipeConfig
+        for parent in parents:
+            model = _section_of(model, parent) or model
+        return f"{path} is unknown{format_close_matches(name, model.model_fields)}"
+    reasons = dict.fromkeys(
+        str(i["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+        for i in items
+    )
+    if first["type"] == "value_error":
+        return f"{path}: {' or '.join(reasons)}"
+    return f"{path} is {json.dumps(first['input'], default=repr)}: {' or '.join(reasons)}"
