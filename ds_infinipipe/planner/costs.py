@@ -1,0 +1,182 @@
+"""Time of chunks: the analytic cost model (Eq. 1-4 and 11, corrected).
+
+Times are seconds on one rank of a stage; `tokens` counts all tokens of a chunk, over all sp ranks,
+and `area` is the quadratic term of Eq. 1, (C + s0)^2 - C^2 + sum of s^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.heads import local_heads, local_kv_heads
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
+from ds_infinipipe.planner.types import Chunk
+
+__all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients"]
+
+Floats = NDArray[np.float64]
+
+_ALL2ALLS_PER_LAYER = 4  # q, k, v, output; the backward has the same four
+_ATTENTION_BACKWARD_FLOPS = 2.5  # times the forward's: flash attention recomputes the scores
+
+
+@dataclass(frozen=True, slots=True)
+class CostCoefficients:
+    """Seconds of one decoder layer; the paper's alpha and beta, forward and backward apart.
+
+    Deviation: the paper has one alpha and one beta for both passes.
+    """
+
+    linear_s: float
+    """alpha_2 / d_s: per token, forward; the backward takes twice as long."""
+    attention_forward_s: float
+    """alpha_1 / d_s: per unit of area."""
+    attention_backward_s: float
+    all2all_s: float
+    """Per token, all four all-to-alls of one pass."""
+    overhead_forward_s: float
+    """beta_1: per chunk."""
+    overhead_backward_s: float
+    latency_s: float
+    """Latency of the all-to-alls of one pass, per chunk."""
+    gather_s: float
+    """One ZeRO-3 all-gather of the layer; the backward has two (gather, reduce-scatter)."""
+    gather_overlap: float
+    """Share of a gather that hides under compute, 0 to 1."""
+    logits_s: float
+    """Per token, forward: the language-model head. Loss forward and backward take three times."""
+
+
+@dataclass(frozen=True)
+class ChunkCosts:
+    """Times of n chunks, seconds; recompute is per layer, p2p per hop between two stages."""
+
+    forward_s: Floats
+    """[pp, n]; the last stage's has the loss, forward and backward."""
+    backward_s: Floats
+    """[pp, n], without recompute."""
+    recompute_s: Floats
+    """[n], of one layer."""
+    p2p_s: Floats
+    """[n]"""
+
+
+def analytic_coefficients(
+    model: ModelSpec, cluster: ClusterSpec, layout: Layout, zero_stage: int = 3
+) -> CostCoefficients:
+    """Coefficients from FLOPs and bytes over the cluster's rates, heads padded as executed.
+
+    Deviation: Eq. 3 leaves out the share (sp - 1) / sp of an all-to-all that leaves the rank.
+    """
+    sp = layout.sp
+    linear_rate = cluster.peak_flops * cluster.linear_efficiency * sp
+    query_width = sp * local_heads(model, sp) * model.head_dim
+    kv_width = sp * local_kv_heads(model, sp) * model.head_dim
+    area_flops = 2 * query_width
+    leaving = (sp - 1) / sp
+    all2all_bytes = model.dtype_bytes * (2 * query_width + 2 * kv_width) / sp * leaving
+    layer_bytes = model.dtype_bytes * model.layer_params
+    forward_rate = cluster.peak_flops * cluster.attention_forward_efficiency * sp
+    backward_rate = cluster.peak_flops * cluster.attention_backward_efficiency * sp
+    return CostCoefficients(
+        linear_s=2 * model.layer_params / linear_rate,
+        attention_forward_s=area_flops / forward_rate,
+        attention_backward_s=_ATTENTION_BACKWARD_FLOPS * area_flops / backward_rate,
+        all2all_s=all2all_bytes / cluster.all2all_bandwidth,
+        overhead_forward_s=cluster.layer_overhead_forward_s,
+        overhead_backward_s=cluster.layer_overhead_backward_s,
+        latency_s=_ALL2ALLS_PER_LAYER * cluster.collective_latency_s if sp > 1 else 0.0,
+        gather_s=leaving * layer_bytes / cluster.gather_bandwidth if zero_stage == 3 else 0.0,
+        gather_overlap=cluster.zero_overlap,
+        logits_s=2 * model.embedding_params / linear_rate,
+    )
+
+
+class CostModel:
+    """Predicts chunk times for one model, cluster and layout."""
+
+    def __init__(
+        self, model: ModelSpec, cluster: ClusterSpec, layout: Layout, zero_stage: int = 3
+    ) -> None:
+        """Raises ConfigError for a ZeRO stage other than 0 and 3."""
+        if zero_stage not in (0, 3):
+            raise ConfigError(f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3")
+        self.layout = layout
+        self.coefficients = analytic_coefficients(model, cluster, layout, zero_stage)
+        self._mean_layers = model.num_layers / layout.pp
+        nodes_per_stage = max(1, layout.sp // cluster.devices_per_node)
+        bandwidth = cluster.node_p2p_bandwidth * nodes_per_stage
+        self._p2p_token_s = model.dtype_bytes * model.hidden_size / bandwidth
+        self._p2p_latency_s = cluster.p2p_latency_s
+
+    @property
+    def mesh_coefficients(self) -> tuple[float, float]:
+        """(a, b) of one layer's backward work a x^2 + b x, which the slice mesh balances."""
+        c = self.coefficients
+        return c.attention_backward_s, 2 * c.linear_s + c.all2all_s
+
+    def total_time(self, tokens: float, area: float) -> float:
+        """T_tot (Eq. 4): forward and backward of the average stage, without the loss.
+
+        A chunk's time is never a sum of its parts' times: each has the fixed cost once.
+        """
+        return float(self.total_times(np.asarray(tokens, float), np.asarray(area, float)))
+
+    def backward_time(self, tokens: float, area: float) -> float:
+        """Backward part of `total_time`."""
+        times = self._layer_backward(np.asarray(tokens, float), np.asarray(area, float))
+        return float(self._mean_layers * times)
+
+    def total_times(self, tokens: Floats, areas: Floats) -> Floats:
+        """`total_time` of many chunks at once."""
+        both = self._layer_forward(tokens, areas) + self._layer_backward(tokens, areas)
+        return np.asarray(self._mean_layers * both)
+
+    def chunk_costs(self, chunks: Sequence[Chunk]) -> ChunkCosts:
+        """Times of each chunk on each stage (Eq. 1-4) and of one recomputed layer (Eq. 11).
+
+        Padding counts: it is computed like any other segment.
+        Deviation: the loss runs forward and backward inside the last stage's F, so F has three
+        times the head's forward and B none. Eq. 11 reads l * d_p / L, not l / (L * d_s): T_tot is
+        the time of one stage already.
+        """
+        tokens = np.array([c.padded_tokens for c in chunks], dtype=np.float64)
+        areas = np.array([c.attention_area + c.padding**2 for c in chunks], dtype=np.float64)
+        layers = np.array(self.layout.stage_layers, dtype=np.float64)[:, None]
+        forward = layers * self._layer_forward(tokens, areas)[None, :]
+        forward[-1] += 3 * self.coefficients.logits_s * tokens
+        return ChunkCosts(
+            forward_s=forward,
+            backward_s=layers * self._layer_backward(tokens, areas)[None, :],
+            recompute_s=self._layer_recompute(tokens, areas),
+            p2p_s=self._p2p_token_s * tokens + self._p2p_latency_s,
+        )
+
+    def _forward_compute(self, tokens: Floats, areas: Floats) -> Floats:
+        c = self.coefficients
+        return c.linear_s * tokens + c.attention_forward_s * areas + c.overhead_forward_s
+
+    def _all2all(self, tokens: Floats) -> Floats:
+        return self.coefficients.all2all_s * tokens + self.coefficients.latency_s
+
+    def _layer_forward(self, tokens: Floats, areas: Floats) -> Floats:
+        compute = self._forward_compute(tokens, areas)
+        return self._with_gather(compute, self.coefficients.gather_s) + self._all2all(tokens)
+
+    def _layer_backward(self, tokens: Floats, areas: Floats) -> Floats:
+        c = self.coefficients
+        compute = 2 * c.linear_s * tokens + c.attention_backward_s * areas + c.overhead_backward_s
+        return self._with_gather(compute, 2 * c.gather_s) + self._all2all(tokens)
+
+    def _layer_recompute(self, tokens: Floats, areas: Floats) -> Floats:
+        """The backward's own gather serves the recomputation; the all-to-alls are repeated."""
+        return self._forward_compute(tokens, areas) + self._all2all(tokens)
+
+    def _with_gather(self, compute: Floats, gather_s: float) -> Floats:
+        hidden = self.coefficients.gather_overlap * np.minimum(compute, gather_s)
+        return np.asarray(compute + gather_s - hidden)
