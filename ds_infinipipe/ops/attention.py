@@ -1,0 +1,269 @@
+"""Causal attention over packed segments whose keys may be longer than their queries.
+
+A segment's last query sees all of its keys (bottom-right alignment): with more keys than queries,
+the first keys are the context left by earlier slices of the sequence.
+
+Shapes: T query tokens, S key tokens, H heads, K key/value heads (H is a multiple of K), D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_infinipipe.errors import ConfigError, ScheduleError
+from ds_infinipipe.ops.cpu_flash import cpu_flash_attention
+
+__all__ = ["Segments", "check_alignment", "resolve_attention", "varlen_attention"]
+
+logger = logging.getLogger(__name__)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where segments begin and end: segment i has queries [cu_q[i], cu_q[i + 1]), keys alike.
+
+    The int32 tensors that kernels want are made once per device. Raises ScheduleError when the
+    boundaries do not describe segments, or when a segment has fewer keys than queries.
+    """
+
+    cu_q: tuple[int, ...]
+    cu_k: tuple[int, ...]
+    _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if len(self.cu_q) != len(self.cu_k) or self.cu_q[:1] != (0,) or self.cu_k[:1] != (0,):
+            raise ScheduleError(f"queries {self.cu_q} and keys {self.cu_k} are not segments")
+        for i, (num_q, num_k) in enumerate(zip(self._lengths_q, self._lengths_k, strict=True)):
+            if not 0 < num_q <= num_k:
+                raise ScheduleError(
+                    f"segment {i} has {num_q} queries and {num_k} keys; every query needs its key, "
+                    "and no segment may be empty"
+                )
+
+    @cached_property
+    def _lengths_q(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in itertools.pairwise(self.cu_q))
+
+    @cached_property
+    def _lengths_k(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in itertools.pairwise(self.cu_k))
+
+    @property
+    def max_q(self) -> int:
+        return max(self._lengths_q)
+
+    @property
+    def max_k(self) -> int:
+        return max(self._lengths_k)
+
+    @property
+    def num_q(self) -> int:
+        """Query tokens of all segments."""
+        return self.cu_q[-1]
+
+    @property
+    def num_k(self) -> int:
+        """Key tokens of all segments."""
+        return self.cu_k[-1]
+
+    def ranges(self) -> tuple[tuple[slice, slice], ...]:
+        """(query range, key range) of each segment."""
+        return tuple(
+            (slice(*q), slice(*k))
+            for q, k in zip(
+                itertools.pairwise(self.cu_q), itertools.pairwise(self.cu_k), strict=True
+            )
+        )
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`cu_q` and `cu_k` as int32 tensors on `device`."""
+        if device not in self._tensors:
+            self._tensors[device] = (
+                torch.tensor(self.cu_q, dtype=torch.int32, device=device),
+                torch.tensor(self.cu_k, dtype=torch.int32, device=device),
+            )
+        return self._tensors[device]
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+
+
+def varlen_attention(
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    segments: Segments,
+    scale: float,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Attention of each segment's queries to its own keys; returns [T, H, D].
+
+    `impl` is "auto" or one of IMPLEMENTATIONS. Raises ConfigError when it cannot run for this
+    device and dtype, ScheduleError when the tensors are not as long as the segments.
+    """
+    if q_THD.shape[0] != segments.num_q or k_SKD.shape[0] != segments.num_k:
+        raise ScheduleError(
+            f"attention got {q_THD.shape[0]} queries and {k_SKD.shape[0]} keys for segments of "
+            f"{segments.num_q} and {segments.num_k}"
+        )
+    name = resolve_attention(impl, q_THD.device, q_THD.dtype)
+    return IMPLEMENTATIONS[name](q_THD, k_SKD, v_SKD, segments, scale)
+
+
+def resolve_attention(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation that runs for `impl` here; "auto" takes the first that can.
+
+    Raises ConfigError for an unknown name and for one that cannot run.
+    """
+    return _resolve(impl, device.type, dtype)
+
+
+@cache
+def _resolve(impl: str, device_type: str, dtype: torch.dtype) -> str:
+    if impl == "auto":
+        name = next(n for n in _LADDER if _obstacle(n, device_type, dtype) is None)
+        logger.info("attention on %s in %s: %s", device_type, dtype, name)
+        return name
+    if impl not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attention implementation {impl!r} is not known: use auto or one of "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
+    obstacle = _obstacle(impl, device_type, dtype)
+    if obstacle is not None:
+        raise ConfigError(
+            f"attention implementation {impl!r} cannot run on {device_type} in {dtype}: "
+            f"{obstacle}; use auto"
+        )
+    logger.info("attention on %s in %s: %s (asked for)", device_type, dtype, impl)
+    return impl
+
+
+def _obstacle(name: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why an implementation cannot run, or None."""
+    if name in ("flash_attn", "torch_varlen"):
+        if device_type != "cuda" or dtype not in _HALF:
+            return "it needs a CUDA device and float16 or bfloat16"
+        module = "flash_attn" if name == "flash_attn" else "torch.nn.attention.varlen"
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    if name == "cpu_flash" and device_type != "cpu":
+        return "it needs tensors on the CPU"
+    return None
+
+
+def check_alignment(device: torch.device, dtype: torch.dtype, impl: str = "auto") -> None:
+    """Make sure that two queries over three keys see two and three keys; call it at start-up.
+
+    A kernel with top-left alignment would let them see one and two. Raises ConfigError.
+    """
+    q = torch.zeros(2, 1, 16, device=device, dtype=dtype)
+    k = torch.zeros(3, 1, 16, device=device, dtype=dtype)
+    v = torch.tensor([3.0, 9.0, 6.0], device=device, dtype=dtype)[:, None, None].expand_as(k)
+    out = varlen_attention(q, k, v.contiguous(), Segments((0, 2), (0, 3)), 1.0, impl=impl)
+    got = out[:, 0, 0].tolist()
+    if max(abs(a - b) for a, b in zip(got, (6.0, 6.0), strict=True)) > 0.1:
+        raise ConfigError(
+            f"attention {resolve_attention(impl, device, dtype)!r} on {device} gives {got} where "
+            "bottom-right causal attention gives [6.0, 6.0]: it aligns the mask with the first "
+            "key; choose another implementation"
+        )
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    cu_q, cu_k = segments.on(q.device)
+    return flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, softmax_scale=scale, causal=True
+    )
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_q, cu_k = segments.on(q.device)
+    # torch 2.13 refuses K < H without this flag, 2.11 does not know it and takes K < H as it is
+    grouped = {"enable_gqa": True} if _varlen_knows_gqa() and q.shape[1] != k.shape[1] else {}
+    return varlen_attn(
+        *(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k),
+        scale=scale,
+        window_size=(-1, 0),
+        **grouped,
+    )
+
+
+@cache
+def _varlen_knows_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Segment by segment; a segment with context builds a mask of its queries x keys."""
+    outs = [
+        F.scaled_dot_product_attention(
+            *(t[rows].transpose(0, 1)[None] for t, rows in ((q, rq), (k, rk), (v, rk))),
+            attn_mask=_lower_right(rq, rk, q.device) if _length(rq) < _length(rk) else None,
+            is_causal=_length(rq) == _length(rk),
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )[0].transpose(0, 1)
+        for rq, rk in segments.ranges()
+    ]
+    return torch.cat(outs)
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """The definition, with all scores in memory: the oracle of the tests."""
+    groups = q.shape[1] // k.shape[1]
+    outs = []
+    for rq, rk in segments.ranges():
+        keys, values = (t[rk].repeat_interleave(groups, dim=1) for t in (k, v))
+        scores = torch.einsum("thd,shd->hts", q[rq], keys) * scale
+        scores = scores.masked_fill(~_lower_right(rq, rk, q.device), float("-inf"))
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        weights = scores.to(exact).softmax(dim=-1).to(q.dtype)
+        outs.append(torch.einsum("hts,shd->thd", weights, values))
+    return torch.cat(outs)
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop - rows.start)
+
+
+def _lower_right(rows_q: slice, rows_k: slice, device: torch.device) -> Tensor:
+    num_q, num_k = _length(rows_q), _length(rows_k)
+    everything = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
+    return everything.tril(num_k - num_q)
+
+
+def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    return cpu_flash_attention(q, k, v, segments.ranges(), scale)
+
+
+IMPLEMENTATIONS: Mapping[str, Attention] = {
+    "flash_attn": _flash_attn,
+    "torch_varlen": _torch_varlen,
+    "sdpa": _sdpa,
+    "cpu_flash": _cpu_flash,
+    "naive": _naive,
+}
+_LADDER = ("flash_attn", "torch_varlen", "cpu_flash", "sdpa")

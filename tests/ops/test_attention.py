@@ -1,0 +1,235 @@
+"""Causal attention over packed segments, with and without context."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_infinipipe.errors import ConfigError, ScheduleError
+from ds_infinipipe.ops.attention import (
+    IMPLEMENTATIONS,
+    Segments,
+    check_alignment,
+    resolve_attention,
+    varlen_attention,
+)
+from ds_infinipipe.ops.kv_arena import SequenceArena, exchange
+
+CPU = torch.device("cpu")
+DIM = 8
+SCALE = DIM**-0.5
+HEADS = [(8, 2), (12, 4), (28, 4), (3, 3)]
+ON_CPU = ["naive", "sdpa", "cpu_flash"]
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _qkv(segments: Segments, heads: tuple[int, int], dtype: torch.dtype = torch.float64) -> tuple:
+    q = _random(segments.num_q, heads[0], DIM, seed=1, dtype=dtype)
+    k = _random(segments.num_k, heads[1], DIM, seed=2, dtype=dtype)
+    v = _random(segments.num_k, heads[1], DIM, seed=3, dtype=dtype)
+    return tuple(t.requires_grad_() for t in (q, k, v))
+
+
+def _run(impl: str, segments: Segments, qkv: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output, dQ, dK and dV for a random gradient of the output."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in qkv)
+    out = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    out.backward(_random(*out.shape, seed=4, dtype=out.dtype))
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def _relative(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def test_one_query_over_hand_made_keys() -> None:
+    # scores 0 and ln 3 give weights 1/4 and 3/4
+    q = torch.tensor([[[1.0]]], dtype=torch.float64)
+    k = torch.tensor([[[1.0]], [[3.0]]], dtype=torch.float64).log()
+    v = torch.tensor([[[4.0]], [[8.0]]], dtype=torch.float64)
+    out = varlen_attention(q, k, v, Segments((0, 1), (0, 2)), 1.0, impl="naive")
+    assert out.item() == pytest.approx(7.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "cpu_flash"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_packed_segments_with_context_match_the_definition(
+    impl: str, heads: tuple[int, int]
+) -> None:
+    segments = Segments((0, 7, 8, 37, 42), (0, 7, 14, 50, 55))
+    qkv = _qkv(segments, heads)
+    for got, expected in zip(_run(impl, segments, qkv), _run("naive", segments, qkv), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 3e-15), (torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)],
+)
+def test_cpu_flash_is_as_exact_as_its_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    segments = Segments((0, 65, 66, 129), (0, 301, 400, 463))
+    qkv = _qkv(segments, (4, 2), dtype)
+    exact = _run("naive", segments, tuple(t.detach().double() for t in qkv))
+    for got, expected in zip(_run("cpu_flash", segments, qkv), exact, strict=True):
+        assert _relative(got, expected) < tolerance
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_split_equals_the_whole_sequence(impl: str, heads: tuple[int, int]) -> None:
+    length = 13
+    whole = Segments((0, length), (0, length))
+    qkv = _qkv(whole, heads)
+    expected = _run("naive", whole, qkv)
+    for cut in range(1, length):
+        for got, want in zip(_run_slices(impl, qkv, (0, cut, length)), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bounds", [(0, 1, 2, 3, 21), (0, 5, 10, 15, 21), (0, 18, 19, 21)])
+def test_many_slices_equal_the_whole_sequence(bounds: tuple[int, ...]) -> None:
+    whole = Segments((0, 21), (0, 21))
+    qkv = _qkv(whole, (4, 2))
+    expected = _run("naive", whole, qkv)
+    for got, want in zip(_run_slices("auto", qkv, bounds), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def _run_slices(impl: str, qkv: tuple[Tensor, ...], bounds: tuple[int, ...]) -> list[Tensor]:
+    """As `_run`, slice by slice forward and in reverse backward, through an arena."""
+    q, k, v = (t.detach().clone().requires_grad_() for t in qkv)
+    arena, outs = SequenceArena(bounds[-1]), []
+    for start, end in itertools.pairwise(bounds):
+        keys, values = exchange(k[start:end], v[start:end], arena, 0, start)
+        segments = Segments((0, end - start), (0, end))
+        outs.append(varlen_attention(q[start:end], keys, values, segments, SCALE, impl=impl))
+    grads = _random(*q.shape, seed=4).split([len(o) for o in outs])
+    for out, grad in zip(reversed(outs), reversed(grads), strict=True):
+        out.backward(grad)
+    assert arena.is_empty
+    return [torch.cat(outs).detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_another_document_does_not_change_a_bit(impl: str) -> None:
+    segments = Segments((0, 9, 22), (0, 9, 22))
+    q, k, v = (t.detach() for t in _qkv(segments, (4, 2)))
+    before = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    for t in (q, k, v):
+        t[:9] = _random(*t[:9].shape, seed=9)
+    after = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    assert not torch.equal(before[:9], after[:9])
+    assert torch.equal(before[9:], after[9:])
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_a_token_does_not_see_the_future(impl: str) -> None:
+    segments = Segments((0, 6), (0, 10))
+    q, k, v = (t.detach() for t in _qkv(segments, (4, 2)))
+    before = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    k[7:], v[7:] = 0.0, 0.0  # the keys of queries 3, 4 and 5
+    after = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    torch.testing.assert_close(before[:3], after[:3], rtol=0, atol=1e-15)
+    assert (before[3:] - after[3:]).abs().amin() > 0
+
+
+def test_strided_inputs_give_the_same_result() -> None:
+    segments = Segments((0, 5, 12), (0, 8, 15))
+    qkv = _qkv(segments, (4, 2))
+    strided = tuple(t.detach().transpose(0, 1).contiguous().transpose(0, 1) for t in qkv)
+    for got, want in zip(
+        _run("cpu_flash", segments, strided), _run("cpu_flash", segments, qkv), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
+
+
+def test_cpu_flash_memory_grows_with_tokens_only() -> None:
+    saved: list[Tensor] = []
+    segments = Segments((0, 64), (0, 1024))
+    q, k, v = _qkv(segments, (4, 2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        varlen_attention(q, k, v, segments, SCALE, impl="cpu_flash")
+    assert sorted(tuple(t.shape) for t in saved) == sorted(
+        [(64, 4, DIM), (1024, 2, DIM), (1024, 2, DIM), (64, 4, DIM), (64, 4)]
+    )
+
+
+@pytest.mark.parametrize("impl", ["auto", *ON_CPU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_alignment_check_accepts_bottom_right(impl: str, dtype: torch.dtype) -> None:
+    check_alignment(CPU, dtype, impl)
+
+
+def test_the_alignment_check_refuses_top_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def top_left(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        n = segments.num_q
+        return IMPLEMENTATIONS["naive"](q, k[:n], v[:n], Segments((0, n), (0, n)), scale)
+
+    monkeypatch.setattr(
+        "ds_infinipipe.ops.attention.IMPLEMENTATIONS", {**IMPLEMENTATIONS, "naive": top_left}
+    )
+    with pytest.raises(ConfigError, match="aligns the mask with the first key"):
+        check_alignment(CPU, torch.float64, "naive")
+
+
+def test_auto_takes_cpu_flash_on_a_cpu() -> None:
+    assert resolve_attention("auto", CPU, torch.float32) == "cpu_flash"
+
+
+def test_auto_falls_back_to_sdpa_in_float32_on_cuda() -> None:
+    assert resolve_attention("auto", torch.device("cuda"), torch.float32) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"),
+    [
+        ("flash_attn", "needs a CUDA device"),
+        ("torch_varlen", "needs a CUDA device"),
+        ("flash4", "not known: use auto or one of flash_attn, torch_varlen"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_refused(impl: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve_attention(impl, CPU, torch.bfloat16)
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from ds_infinipipe.ops import attention
+
+    attention._resolve.cache_clear()
+    with caplog.at_level("INFO", logger="ds_infinipipe.ops.attention"):
+        resolve_attention("auto", CPU, torch.float32)
+        resolve_attention("auto", CPU, torch.float32)
+    assert caplog.messages == ["attention on cpu in torch.float32: cpu_flash"]
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k"),
+    [((0, 3), (0, 2)), ((0, 2, 2), (0, 2, 4)), ((0, 3), (0, 3, 4)), ((1, 3), (1, 3)), ((), ())],
+)
+def test_boundaries_that_are_no_segments_are_refused(
+    cu_q: tuple[int, ...], cu_k: tuple[int, ...]
+) -> None:
+    with pytest.raises(ScheduleError):
+        Segments(cu_q, cu_k)
+
+
+def test_tensors_of_another_length_are_refused() -> None:
+    q, k, v = _qkv(Segments((0, 4), (0, 4)), (2, 2))
+    with pytest.raises(ScheduleError, match="4 queries and 4 keys for segments of 5 and 5"):
+        varlen_attention(q, k, v, Segments((0, 5), (0, 5)), SCALE)
+
+
+def test_boundary_tensors_are_made_once() -> None:
+    segments = Segments((0, 2, 5), (0, 4, 7))
+    cu_q, cu_k = segments.on(CPU)
+    assert cu_q.dtype == torch.int32 and cu_k.tolist() == [0, 4, 7]
+    assert segments.on(CPU)[0] is cu_q
+    assert (segments.max_q, segments.max_k) == (3, 4)
