@@ -1,0 +1,165 @@
+"""Hugging Face decoders as they are: their config, classes, attention hook and rotary tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.context import ChunkContext, chunk_attention
+from ds_infinipipe.planner.specs import SUPPORTED_MODEL_TYPES
+
+__all__ = [
+    "ATTENTION_NAME",
+    "hf_class",
+    "load_hf_config",
+    "make_rotary",
+    "max_positions",
+]
+
+ATTENTION_NAME = "infinipipe"
+"""What transformers calls our attention in `config._attn_implementation`."""
+
+_CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# "dynamic" and "longrope" change their frequencies with the longest sequence of a forward call,
+# so a slice would be rotated differently from its whole sequence
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def load_hf_config(source: str | Path | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
+    """The config our layers are built from, checked; `source` is left as it is.
+
+    `source` is a `config.json`, a folder that holds one, its content, or a transformers config.
+    Raises ConfigError for a model that our layers would not train exactly.
+    """
+    values = _config_values(source)
+    kind = values.pop("model_type", None)
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(
+            f"model type {kind!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"transformers cannot read this {kind} config: {error}") from error
+    _check(config)
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
+def _config_values(source: str | Path | Mapping[str, Any] | PreTrainedConfig) -> dict[str, Any]:
+    if isinstance(source, PreTrainedConfig):
+        return source.to_dict()
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no model config at {path}: give a config.json or a folder that holds one"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model config {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"model config {path} must hold one JSON object")
+    return values
+
+
+def _check(config: PreTrainedConfig) -> None:
+    if config.attention_dropout:
+        raise ConfigError(
+            f"attention_dropout is {config.attention_dropout}: recomputed layers would drop other "
+            "weights than the first time; set it to 0.0"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "the model is quantised (quantization_config): start from the unquantised checkpoint"
+        )
+    window, limit = _sliding_window(config), max_positions(config)
+    if window is not None and window < limit:
+        raise ConfigError(
+            f"sliding_window {window} is shorter than max_position_embeddings {limit}, and sliding "
+            "window attention is not supported: set sliding_window to null (full attention), or "
+            f"max_position_embeddings to at most {window} to train on shorter documents"
+        )
+    rope = _rope_type(config)
+    if rope not in _ROPE_TYPES:
+        raise ConfigError(
+            f"rope type {rope!r} is not supported, its frequencies depend on the length of a "
+            f"forward call; use one of {', '.join(_ROPE_TYPES)}"
+        )
+
+
+def _sliding_window(config: PreTrainedConfig) -> int | None:
+    """Tokens a query sees, or None where every layer sees all; the Qwens can have it switched off."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _rope_type(config: PreTrainedConfig) -> str:
+    return str((config.rope_parameters or {}).get("rope_type", "default"))
+
+
+def max_positions(config: PreTrainedConfig) -> int:
+    """Longest sequence the model is made for, in tokens."""
+    return int(config.max_position_embeddings)
+
+
+def hf_class(config: PreTrainedConfig, suffix: str) -> type[nn.Module]:
+    """The model's own class by the end of its name: "DecoderLayer", "RMSNorm", ..."""
+    kind = config.model_type
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    found: type[nn.Module] = getattr(module, _CLASS_PREFIX[kind] + suffix)
+    return found
+
+
+def make_rotary(config: PreTrainedConfig, device: torch.device | str) -> nn.Module:
+    """The model's rotary module: `rotary(x, position_ids [1, T])` gives cos and sin, [1, T, D].
+
+    It has buffers but no parameters and belongs to no layer. Frequencies stay float32 in every
+    model dtype; make it outside `deepspeed.zero.Init`, which would cast them.
+    """
+    rotary = hf_class(config, "RotaryEmbedding")(config=config).to(device)
+    for buffer in rotary.buffers():
+        assert buffer.dtype == torch.float32, "rotary frequencies were cast while being made"
+    return rotary
+
+
+def _infinipipe_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    infinipipe_context: ChunkContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, H, T, D] in, [1, T, H, D] out; masks play no role."""
+    if infinipipe_context is None:
+        raise ConfigError(
+            "attention 'infinipipe' runs only in ds_infinipipe's layers; load the model for other "
+            "uses with attn_implementation='sdpa'"
+        )
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    out = chunk_attention(q, k, v, infinipipe_context, module.layer_idx, scaling)
+    return out[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _infinipipe_attention)

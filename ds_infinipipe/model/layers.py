@@ -1,0 +1,124 @@
+"""The layers of a stage: embedding, decoder layers, and the head with its loss.
+
+Shapes: T tokens of this rank (a chunk's tokens over sp), E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
+from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum
+
+__all__ = [
+    "EMBEDDING_NAME",
+    "DecoderLayer",
+    "EmbeddingLayer",
+    "HeadLayer",
+    "StageLayer",
+    "build_stage_layers",
+    "hf_names",
+]
+
+EMBEDDING_NAME = "model.embed_tokens.weight"
+"""Name of the token embedding in Hugging Face checkpoints, and of a head tied to it."""
+
+
+class StageLayer(nn.Module):
+    """A layer whose parameters have names in Hugging Face checkpoints."""
+
+    def hf_name(self, parameter: str) -> str:
+        """Checkpoint name of this layer's parameter `parameter` (as `named_parameters` has it)."""
+        raise NotImplementedError
+
+
+class EmbeddingLayer(StageLayer):
+    """Token ids [T] to hidden states [1, T, E]."""
+
+    def __init__(self, hf_config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(
+            hf_config.vocab_size, hf_config.hidden_size, hf_config.pad_token_id
+        )
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        hidden: Tensor = self.embed_tokens(ids_T)[None]
+        return hidden
+
+    def hf_name(self, parameter: str) -> str:
+        return f"model.{parameter}"
+
+
+class DecoderLayer(StageLayer):
+    """One of the model's own decoder layers, [1, T, E] to [1, T, E].
+
+    `layer_index` counts over the whole model; it names the weights and the arena's buffers.
+    """
+
+    def __init__(self, hf_config: PreTrainedConfig, layer_index: int) -> None:
+        super().__init__()
+        if hf_config._attn_implementation != ATTENTION_NAME:
+            raise ConfigError("the config of a DecoderLayer comes from load_hf_config")
+        self.layer_index = layer_index
+        self.block = hf_class(hf_config, "DecoderLayer")(hf_config, layer_index)
+
+    def forward(self, x: Tensor, context: ChunkContext) -> Tensor:
+        hidden: Tensor = self.block(
+            x, position_embeddings=context.cos_sin, infinipipe_context=context
+        )
+        return hidden
+
+    def hf_name(self, parameter: str) -> str:
+        return f"model.layers.{self.layer_index}.{parameter.removeprefix('block.')}"
+
+
+class HeadLayer(StageLayer):
+    """Final norm, output projection and cross-entropy."""
+
+    def __init__(self, hf_config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.is_tied = bool(hf_config.tie_word_embeddings)
+        self.norm = hf_class(hf_config, "RMSNorm")(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [1, T, V]; training uses `loss`, which never holds them all."""
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+    def loss(self, hidden: Tensor, labels_T: Tensor, scale: float, block_tokens: int) -> Tensor:
+        """Sum of the tokens' cross-entropies times `scale`, a scalar; label -100 does not count.
+
+        `hidden` is [1, T, E]; logits exist for `block_tokens` tokens at a time.
+        """
+        return linear_cross_entropy_sum(
+            self.norm(hidden)[0], self.lm_head.weight, labels_T, scale, block_tokens
+        )
+
+    def hf_name(self, parameter: str) -> str:
+        if parameter == "lm_head.weight":
+            return EMBEDDING_NAME if self.is_tied else parameter
+        return f"model.{parameter}"
+
+
+def hf_names(layer: StageLayer) -> Mapping[str, str]:
+    """Checkpoint name of each parameter of a layer, by the layer's own name."""
+    return {name: layer.hf_name(name) for name, _ in layer.named_parameters()}
+
+
+def build_stage_layers(
+    hf_config: PreTrainedConfig, first_layer: int, last_layer: int, *, is_first: bool, is_last: bool
+) -> list[StageLayer]:
+    """Decoder layers [first_layer, last_layer), embedding before the first stage's, head after the
+    last stage's."""
+    layers: list[StageLayer] = [
+        DecoderLayer(hf_config, index) for index in range(first_layer, last_layer)
+    ]
+    before = [EmbeddingLayer(hf_config)] if is_first else []
+    after = [HeadLayer(hf_config)] if is_last else []
+    return [*before, *layers, *after]
