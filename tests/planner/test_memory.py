@@ -1,0 +1,349 @@
+"""Each equation of the memory model by hand, and the peak scan on orders worked on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.memory import MemoryModel, saved_tensors
+from ds_infinipipe.planner.specs import BUILTIN_MODELS, Layout, ModelSpec, make_layout
+from ds_infinipipe.planner.types import Chunk, Instruction, Op, Slice
+
+# D 8, F 16, two heads of 4, two bytes an element; on two ranks each token costs
+#   A  2 * (4 D + 3 D + 3 F) = 208 bytes over both ranks, without K and V
+#   K, V rows: 2 tensors * 1 local head * 4 * 2 bytes = 16 bytes on each rank
+MODEL = ModelSpec("toy", 4, 8, 16, 2, 2, 4, 32)
+LAYOUT = Layout(2, 2, 1, (3, 1))
+F, B = Op.FORWARD, Op.BACKWARD
+
+
+def memory_of(
+    model: ModelSpec = MODEL, layout: Layout = LAYOUT, zero_stage: int = 3, block: int = 1024
+) -> MemoryModel:
+    return MemoryModel(model, layout, zero_stage=zero_stage, loss_block_tokens=block)
+
+
+def whole(sequence: int, length: int, padding: int = 0) -> Chunk:
+    return Chunk((Slice(sequence, 0, length, True),), padding)
+
+
+def activations_peak(
+    memory: MemoryModel,
+    stage: int,
+    order: Sequence[tuple[Op, int]],
+    chunks: Sequence[Chunk],
+    recompute: Sequence[int],
+) -> int:
+    return memory.peak_bytes(stage, order, chunks, recompute) - memory.static_bytes[stage]
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"), [("llama-7b", 139776), ("llama-13b", 175104), ("llama-30b", 227328)]
+)
+def test_eq_5_fused_layers_keep_7d_2dkv_3f_elements_per_token(name: str, token_bytes: int) -> None:
+    model = BUILTIN_MODELS[name]
+    elements = 7 * model.hidden_size + 2 * model.kv_size + 3 * model.ffn_size
+    assert sum(t.token_bytes for t in saved_tensors(model, 1)) == 2 * elements == token_bytes
+
+
+@pytest.mark.parametrize(("size", "copies"), [(2, 8), (4, 0), (8, 0)])
+def test_eq_5_plain_layers_keep_9d_2dkv_4f_elements_and_float32_norm_inputs(
+    size: int, copies: int
+) -> None:
+    model = replace(MODEL, fused_kernels=False, dtype_bytes=size)
+    expected = size * (9 * 8 + 2 * 8 + 4 * 16) + copies * 8
+    assert sum(t.token_bytes for t in saved_tensors(model, 1)) == expected
+
+
+def test_saved_tensors_have_distinct_names() -> None:
+    names = [t.name for t in saved_tensors(replace(MODEL, fused_kernels=False), 2)]
+    assert len(set(names)) == len(names) == 17
+
+
+def test_query_sized_tensors_follow_the_heads_not_the_hidden_size() -> None:
+    wide_heads = replace(MODEL, head_dim=16, num_kv_heads=1)  # query 32, kv 16, hidden 8
+    widths = {t.name: t.width for t in saved_tensors(wide_heads, 1)}
+    assert widths["query"] == widths["attention output"] == widths["o_proj input"] == 32
+    assert widths["key"] == widths["value"] == 16
+    assert widths["layer input"] == widths["norm2 input"] == 8
+
+
+def test_heads_are_padded_up_to_a_multiple_of_sp() -> None:
+    three_heads = replace(MODEL, num_heads=3, num_kv_heads=3)
+    widths = {t.name: t.width for t in saved_tensors(three_heads, 2)}
+    assert widths["query"] == widths["key"] == 2 * 2 * 4  # two heads on each of two ranks
+    assert widths["o_proj input"] == 3 * 4  # the padding is gone after the second all-to-all
+
+
+def test_fewer_kv_heads_than_ranks_are_replicated() -> None:
+    grouped = replace(MODEL, num_heads=4, head_dim=2, num_kv_heads=2)
+    widths = {t.name: t.width for t in saved_tensors(grouped, 4)}
+    assert widths["key"] == 4 * 1 * 2
+    memory = memory_of(grouped, Layout(1, 4, 1, (4,)))
+    assert memory.arena_bytes(10) == 10 * 2 * 1 * 2 * 2  # rows, K and V, one head of 2, two bytes
+
+
+def test_eq_5_a_batched_chunk_keeps_its_own_keys_and_values() -> None:
+    chunk = Chunk((Slice(0, 0, 5, True), Slice(1, 0, 2, True)), padding=1)
+    assert memory_of().saved_bytes(chunk) == 8 * 208 // 2 + 8 * 16
+
+
+def test_eq_5_a_split_slices_keys_and_values_are_in_the_arena() -> None:
+    memory = memory_of()
+    assert memory.saved_bytes(Chunk((Slice(0, 0, 6, False),))) == 6 * 208 // 2
+    assert memory.arena_bytes(10) == 10 * 16
+
+
+def test_eq_5_shorts_and_padding_beside_a_slice_keep_theirs() -> None:
+    hybrid = Chunk((Slice(0, 6, 5, True), Slice(1, 0, 4, True)), padding=1)
+    assert memory_of().saved_bytes(hybrid) == 10 * 208 // 2 + (4 + 1) * 16
+
+
+def test_eq_9_a_recomputed_layer_keeps_its_input_only() -> None:
+    memory = memory_of()
+    for chunk in (whole(0, 6), Chunk((Slice(0, 0, 6, False),))):
+        assert memory.input_bytes(chunk) == 6 * 8 * 2 // 2
+        assert memory.output_bytes(chunk) == 6 * 8 * 2 // 2
+
+
+def test_eq_10_held_bytes_are_saved_layers_recomputed_layers_and_the_output() -> None:
+    chunk = whole(0, 6)
+    saved, kept_input = 6 * 208 // 2 + 6 * 16, 6 * 8
+    assert memory_of().held_bytes(0, chunk, 1) == 2 * saved + kept_input + 6 * 8
+
+
+@pytest.mark.parametrize(("size", "gradient_size"), [(2, 4), (4, 4), (8, 8)])
+def test_key_value_gradients_are_accumulated_in_float32_or_wider(
+    size: int, gradient_size: int
+) -> None:
+    memory = memory_of(replace(MODEL, dtype_bytes=size))
+    assert memory.kv_grad_bytes(10) == 10 * 2 * 1 * 4 * gradient_size
+
+
+def test_eq_6_zero_3_states_are_sharded_with_two_layers_gathered_and_their_gradients() -> None:
+    layer, embedding = 640, 32 * 8
+    first, last = memory_of().static_bytes
+    assert first == (3 * layer + embedding) * 18 // 2 + 4 * 2 * layer
+    assert last == (layer + embedding) * 18 // 2 + 2 * 2 * (layer + embedding)
+
+
+def test_eq_6_without_zero_states_are_whole() -> None:
+    layer, embedding = 640, 32 * 8
+    assert memory_of(zero_stage=0).static_bytes == (
+        (3 * layer + embedding) * 18,
+        (layer + embedding) * 18,
+    )
+    float32 = memory_of(replace(MODEL, dtype_bytes=4), zero_stage=0)
+    assert float32.static_bytes[0] == (3 * layer + embedding) * 16  # weights are the masters
+
+
+def test_eq_6_a_single_stage_has_embedding_and_head() -> None:
+    memory = memory_of(layout=Layout(1, 1, 1, (4,)), zero_stage=0)
+    assert memory.static_bytes == ((4 * 640 + 2 * 256) * 18,)
+
+
+def test_eq_6_a_middle_stage_of_one_layer_gathers_that_layer_alone() -> None:
+    memory = memory_of(layout=Layout(3, 1, 1, (2, 1, 1)))
+    assert memory.static_bytes[1] == 640 * 18 + 2 * 2 * 640
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("llama-7b", 5.2), ("llama-13b", 9.4), ("llama-30b", 21.2)]
+)
+def test_eq_6_gives_the_documented_model_states(name: str, gib: float) -> None:
+    model = BUILTIN_MODELS[name]
+    memory = MemoryModel(model, make_layout(model, 4, 8))
+    assert memory.static_bytes[0] / 2**30 == pytest.approx(gib, abs=0.06)
+
+
+def test_recomputing_adds_one_layers_activations_while_it_runs() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    rebuilt = (6 * 208 // 2 + 6 * 16) - 6 * 8
+    assert memory.forward_transient(0, chunk, 0) == 0
+    assert memory.forward_transient(0, chunk, 2) == rebuilt
+    backward = memory.backward_transient(0, chunk, 0)
+    assert memory.backward_transient(0, chunk, 2) == backward + rebuilt
+
+
+def test_logits_of_one_block_live_in_the_last_forward() -> None:
+    chunk = whole(0, 6)  # three tokens on each rank
+    assert memory_of(block=2).forward_transient(1, chunk, 0) == 2 * 32 * (2 + 4)
+    assert memory_of(block=1024).forward_transient(1, chunk, 0) == 3 * 32 * (2 + 4)
+    assert memory_of(block=2).forward_transient(0, chunk, 0) == 0
+
+
+def test_logits_and_a_recomputed_layer_do_not_coincide() -> None:
+    memory, chunk = memory_of(block=2), whole(0, 6)
+    rebuilt = memory.forward_transient(0, chunk, 1)
+    assert memory.forward_transient(1, chunk, 1) == max(rebuilt, 2 * 32 * 6)
+
+
+def test_backward_workspace_has_the_mlps_gradients_or_the_attentions() -> None:
+    memory = memory_of()
+    mlp = 3 * 3 * 16 * 2  # three tokens a rank, gate, up and product
+    assert memory.backward_transient(0, whole(0, 6), 0) == 2 * 3 * 8 * 2 + mlp
+    far = Chunk((Slice(0, 100, 6, True),))
+    attention = 2 * 3 * 8 * 2 + (100 + 6) * 16  # query and output, K and V of all rows
+    assert memory.backward_transient(0, far, 0) == 2 * 3 * 8 * 2 + attention
+    # on the last stage the gradient that comes in is the one kept since F
+    assert memory.backward_transient(1, far, 0) == 1 * 3 * 8 * 2 + attention
+
+
+def test_eq_8_whole_sequences_pile_up_until_their_backward() -> None:
+    memory, chunks = memory_of(), [whole(0, 6), whole(1, 4), whole(2, 2)]
+    held = [memory.held_bytes(0, c, 0) for c in chunks]
+    transient = [memory.backward_transient(0, c, 0) for c in chunks]
+    two_alive = [(F, 0), (F, 1), (B, 0), (F, 2), (B, 1), (B, 2)]
+    assert (
+        activations_peak(memory, 0, two_alive, chunks, [0] * 3) == held[0] + held[1] + transient[0]
+    )
+    one_alive = [(F, 0), (B, 0), (F, 1), (B, 1), (F, 2), (B, 2)]
+    assert activations_peak(memory, 0, one_alive, chunks, [0] * 3) == held[0] + transient[0]
+
+
+def test_eq_8_counts_the_stages_own_layers() -> None:
+    memory, order = memory_of(block=1), [(F, 0), (B, 0)]
+    chunk = whole(0, 6)
+    saved, hidden = memory.saved_bytes(chunk), memory.output_bytes(chunk)
+    for stage, layers in ((0, 3), (1, 1)):
+        expected = layers * saved + hidden + memory.backward_transient(stage, chunk, 0)
+        assert activations_peak(memory, stage, order, [chunk], [0]) == expected
+
+
+def test_the_arena_of_a_whole_sequence_is_there_from_the_first_slices_forward() -> None:
+    memory = memory_of()
+    chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),))]
+    only_first = activations_peak(memory, 0, [(F, 0)], chunks, [0, 0])
+    assert only_first == 3 * 12 * 16 + memory.held_bytes(0, chunks[0], 0)
+
+
+def test_key_value_gradients_are_there_from_the_tails_backward() -> None:
+    memory = memory_of()
+    chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),))]
+    arena, gradients = 3 * 12 * 16, 3 * 4 * 32
+    held = [memory.held_bytes(0, c, 0) for c in chunks]
+    forwards = [(F, 0), (F, 1)]
+    assert activations_peak(memory, 0, forwards, chunks, [0, 0]) == arena + sum(held)
+    tail = memory.backward_transient(0, chunks[1], 0)
+    assert (
+        activations_peak(memory, 0, [*forwards, (B, 1)], chunks, [0, 0])
+        == arena + sum(held) + gradients + tail
+    )
+
+
+def test_arena_and_key_value_gradients_outlive_the_tail_and_end_with_the_first_slice() -> None:
+    """A big whole sequence at three moments shows what else is alive there."""
+    memory = memory_of()
+    chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),)), whole(1, 400)]
+    arena, gradients = 3 * 12 * 16, 3 * 4 * 32
+    held = [memory.held_bytes(0, c, 0) for c in chunks]
+    big = held[2] + memory.backward_transient(0, chunks[2], 0)
+    run_big = [(F, 2), (B, 2)]
+    before_tail = [(F, 0), (F, 1), *run_big, (B, 1), (B, 0)]
+    between = [(F, 0), (F, 1), (B, 1), *run_big, (B, 0)]
+    after_first = [(F, 0), (F, 1), (B, 1), (B, 0), *run_big]
+    none = [0, 0, 0]
+    assert activations_peak(memory, 0, before_tail, chunks, none) == arena + held[0] + held[1] + big
+    assert activations_peak(memory, 0, between, chunks, none) == arena + gradients + held[0] + big
+    assert activations_peak(memory, 0, after_first, chunks, none) == big
+
+
+def test_two_cut_sequences_have_an_arena_each() -> None:
+    memory = memory_of()
+    chunks = [Chunk((Slice(s, start, 4, start == 4),)) for s in (0, 1) for start in (0, 4)]
+    order = [(F, 0), (F, 1), (F, 2)]
+    held = sum(memory.held_bytes(0, c, 0) for c in chunks[:3])
+    assert activations_peak(memory, 0, order, chunks, [0] * 4) == 2 * 3 * 8 * 16 + held
+
+
+def test_recomputing_all_layers_of_the_first_chunk_leaves_its_inputs_and_one_layer() -> None:
+    memory, chunks = memory_of(), [whole(0, 60), whole(1, 4)]
+    order = [(F, 0), (F, 1), (B, 0), (B, 1)]
+    hidden = 60 * 8
+    expected = (
+        (3 * hidden + hidden)
+        + memory.held_bytes(0, chunks[1], 0)
+        + (memory.saved_bytes(chunks[0]) - hidden)
+        + memory.backward_transient(0, chunks[0], 0)
+    )
+    assert activations_peak(memory, 0, order, chunks, [3, 0]) == expected
+
+
+def test_recompute_counts_may_be_a_mapping_by_chunk_id() -> None:
+    memory, chunks = memory_of(), [whole(0, 60), whole(1, 4)]
+    order = [(F, 1), (B, 1)]
+    assert memory.peak_bytes(0, order, chunks, {1: 2}) == memory.peak_bytes(
+        0, order, chunks, [0, 2]
+    )
+
+
+def test_other_instructions_of_a_stream_change_nothing() -> None:
+    memory, chunks = memory_of(), [whole(0, 6)]
+    stream = [Instruction.parse(text) for text in ("RECV_F0", "F0", "RECV_B0", "B0", "STEP")]
+    order = [(i.op, i.chunk) for i in stream]
+    assert memory.peak_bytes(1, order, chunks, [0]) == memory.peak_bytes(
+        1, [(F, 0), (B, 0)], chunks, [0]
+    )
+
+
+def test_an_idle_stage_needs_its_states_only() -> None:
+    memory = memory_of()
+    assert memory.peak_bytes(0, [], [], []) == memory.static_bytes[0]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    recompute=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+)
+def test_recomputing_more_never_raises_the_peak_of_the_order_beyond_one_layer(
+    lengths: list[int], recompute: list[int]
+) -> None:
+    memory = memory_of()
+    chunks = [whole(i, n, -n % 2) for i, n in enumerate(lengths)]
+    order = [(F, i) for i in range(len(chunks))] + [(B, i) for i in reversed(range(len(chunks)))]
+    some = memory.peak_bytes(0, order, chunks, recompute)
+    more = memory.peak_bytes(0, order, chunks, [min(3, c + 1) for c in recompute])
+    one_layer = max(memory.saved_bytes(c) - memory.input_bytes(c) for c in chunks)
+    assert more <= some + one_layer
+    if all(recompute[: len(chunks)]):
+        assert more <= some
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("fused", [True, False])
+def test_eq_8_a_full_window_at_the_token_capacity_fits_every_stage_closely(
+    k: int, fused: bool
+) -> None:
+    model = replace(BUILTIN_MODELS["llama-13b"], fused_kernels=fused)
+    layout, limit = make_layout(model, 4, 8), 40 * 2**30
+    memory = MemoryModel(model, layout)
+    capacity = memory.token_capacity(k, limit) // 8 * 8
+    peaks = []
+    for stage in range(4):
+        chunks = [whole(i, capacity) for i in range(1, 4 - stage)]
+        chunks += [Chunk((Slice(0, i * capacity, capacity, i == k - 1),)) for i in range(k)]
+        order = [(F, i) for i in range(len(chunks))] + [(B, len(chunks) - 1)]
+        layers = [layout.stage_layers[stage]] * len(chunks)
+        peaks.append(memory.peak_bytes(stage, order, chunks, layers))
+    assert max(peaks) <= limit
+    assert max(peaks) > 0.75 * limit  # the others in the window have no arena here
+
+
+def test_no_token_fits_where_the_states_do_not() -> None:
+    assert memory_of().token_capacity(1, memory_of().static_bytes[0] - 1) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_other_zero_stages_are_refused(zero_stage: int) -> None:
+    with pytest.raises(ConfigError, match=f"ZeRO stage {zero_stage}"):
+        memory_of(zero_stage=zero_stage)
+
+
+def test_an_empty_loss_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loss_block_tokens is 0"):
+        memory_of(block=0)
