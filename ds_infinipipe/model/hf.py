@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext, chunk_attention
@@ -103,7 +103,7 @@ def _check(config: PreTrainedConfig) -> None:
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens a query sees, or None where every layer sees all; the Qwens can have it switched off."""
+    """Tokens a query sees, or None for all; the Qwens have a window only where layer_types say so."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None

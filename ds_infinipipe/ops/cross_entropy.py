@@ -97,14 +97,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _loss_to_grad(logits_BV: Tensor, labels_B: Tensor, ignore_index: int) -> Tensor:
     """Sum of the block's losses; `logits_BV` is overwritten with its gradient, softmax - onehot."""
-    counts = labels_B != ignore_index
-    targets = labels_B.masked_fill(~counts, 0)[:, None]
-    lse = logits_BV.logsumexp(dim=-1, keepdim=True)
-    losses = lse - logits_BV.gather(1, targets)
-    logits_BV.sub_(lse).exp_()
-    logits_BV.scatter_add_(1, targets, -torch.ones_like(lse))
-    logits_BV.mul_(counts[:, None])
-    return losses.masked_fill(~counts[:, None], 0.0).sum(dtype=torch.float64)
+    counts = (labels_B != ignore_index)[:, None]
+    targets = labels_B[:, None].masked_fill(~counts, 0)
+    logits_BV.sub_(logits_BV.amax(dim=-1, keepdim=True))
+    target_logits = logits_BV.gather(1, targets)
+    total = logits_BV.exp_().sum(dim=-1, keepdim=True)
+    losses = (total.log() - target_logits).masked_fill_(~counts, 0.0)
+    logits_BV.div_(total).scatter_add_(1, targets, -torch.ones_like(total))
+    logits_BV.mul_(counts)
+    return losses.sum(dtype=torch.float64)
 
 
 def _add_outer(total_VE: Tensor, grad_logits_BV: Tensor, hidden_BE: Tensor) -> None:
