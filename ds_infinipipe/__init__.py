@@ -1,0 +1,37 @@
+"""Elastic pipeline parallelism for DeepSpeed.
+
+Importing the package imports nothing else: the planner and its workers stay free of torch, and
+`python -m ds_infinipipe plan` starts at once. Public names load their module on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": "ds_infinipipe.runtime.initialize",
+    "InfiniPipeModule": "ds_infinipipe.runtime.module",
+    "InfiniPipeEngine": "ds_infinipipe.runtime.engine",
+    "InfiniPipeConfig": "ds_infinipipe.config",
+    "ChunkSampler": "ds_infinipipe.data.sampler",
+    "DocumentDataset": "ds_infinipipe.data.dataset",
+    "plan_batch": "ds_infinipipe.planner.search",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

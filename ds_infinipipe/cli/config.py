@@ -1,0 +1,62 @@
+"""Compose a DeepSpeed JSON from the configuration groups: group=choice and key=value."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.errors import ConfigError
+
+__all__ = ["add_arguments", "compose_config", "config_text", "run"]
+
+CONFIG_MODULE = "ds_infinipipe.configs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="OUT", help="file to write; default: print it")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="GROUP=CHOICE|KEY=VALUE",
+        help="Hydra overrides; a key the groups do not set is added by +KEY=VALUE",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    text = config_text(compose_config(args.overrides))
+    if args.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(args.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{args.output} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def compose_config(overrides: Sequence[str], name: str = "train") -> dict[str, Any]:
+    """The composed JSON, validated; ConfigError for unknown groups, choices and keys."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            composed = compose(name, overrides=list(overrides))
+            config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    assert isinstance(config, dict)
+    settings = {str(key): value for key, value in config.items()}
+    InfiniPipeConfig.from_deepspeed(settings)
+    return settings
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """The JSON as it is written to files."""
+    return json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,75 @@
+"""What the first steps of a configuration would take, by the planner's own simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.cli.sources import load_lengths
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.data.dataset import DocumentDataset
+from ds_infinipipe.data.lengths import fit_to_context
+from ds_infinipipe.data.sampler import ChunkSampler
+from ds_infinipipe.deepspeed_json import sequences_per_step
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.specs import make_layout
+
+__all__ = ["predict_point"]
+
+
+def predict_point(config: Mapping[str, Any], source: str, num_steps: int) -> dict[str, Any]:
+    """Predicted seconds, bubble ratio and peak bytes over the first batches of a length source."""
+    section = InfiniPipeConfig.from_deepspeed(config)
+    sampler = _make_sampler(config, section, source)
+    plans = [sampler.plan(sampler.step(index)) for index in range(num_steps)]
+    tokens = sum(plan.num_tokens for plan in plans)
+    seconds = sum(plan.predicted.step_time_s for plan in plans)
+    return {
+        "status": "planned",
+        "steps": num_steps,
+        "tokens": tokens,
+        "step_time_s": seconds / num_steps,
+        "tokens_per_s": tokens / seconds,
+        "bubble_ratio": sum(p.predicted.bubble_ratio for p in plans) / num_steps,
+        "peak_bytes": max(max(p.predicted.peak_bytes) for p in plans),
+        "chunks": sum(len(p.chunks) for p in plans),
+        "recomputed_layers": sum(
+            sum(map(sum, pipeline.recompute)) for p in plans for pipeline in p.pipelines
+        ),
+    }
+
+
+def _make_sampler(
+    config: Mapping[str, Any], section: InfiniPipeConfig, source: str
+) -> ChunkSampler:
+    model = replace(section.model.load_spec(), dtype_bytes=_dtype_bytes(config))
+    sp = section.parallel.sp
+    if sp == "auto":
+        raise ConfigError('infinipipe.parallel.sp is "auto"; a prediction needs a number')
+    data = section.data
+    lengths: NDArray[np.int64]
+    if source == "corpus":
+        lengths = DocumentDataset.from_settings(data, model.vocab_size).lengths
+    else:
+        given = load_lengths(source, data.context_length)
+        lengths, _ = fit_to_context(given, data.context_length, data.over_length)
+    return ChunkSampler(
+        lengths,
+        sequences_per_step(config),
+        model=model,
+        cluster=section.load_cluster(),
+        layout=make_layout(model, section.parallel.pp, sp),
+        settings=section.planner,
+        zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)),
+        seed=data.seed,
+        shuffle=data.shuffle,
+        drop_last=data.drop_last,
+    )
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    return 2 if config.get("bf16", {}).get("enabled") else 4
