@@ -97,7 +97,9 @@ class MemoryModel:
     ) -> None:
         """Raises ConfigError for a ZeRO stage other than 0 and 3, or an empty loss block."""
         if zero_stage not in (0, 3):
-            raise ConfigError(f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3")
+            raise ConfigError(
+                f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3"
+            )
         if loss_block_tokens < 1:
             raise ConfigError(f"loss_block_tokens is {loss_block_tokens}; it must be at least 1")
         self.model = model
@@ -164,12 +166,12 @@ class MemoryModel:
         The two never coincide, so the larger counts.
         Deviation: the paper ignores the recomputed layer ("other activations can be ignored").
         """
-        layer = self.saved_bytes(chunk) - self.input_bytes(chunk) if recompute else 0
+        layer = self._rebuilt_bytes(chunk) if recompute else 0
         return max(layer, self._loss_bytes(chunk) if stage == self.layout.pp - 1 else 0)
 
     def backward_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
         """Bytes that live only during B(chunk): a recomputed layer and one layer's gradients."""
-        layer = self.saved_bytes(chunk) - self.input_bytes(chunk) if recompute else 0
+        layer = self._rebuilt_bytes(chunk) if recompute else 0
         return layer + self._gradient_workspace(stage, chunk)
 
     def token_capacity(self, k: int, limit: int) -> int:
@@ -216,6 +218,10 @@ class MemoryModel:
     def _local_tokens(self, chunk: Chunk) -> int:
         return -(-chunk.padded_tokens // self.layout.sp)
 
+    def _rebuilt_bytes(self, chunk: Chunk) -> int:
+        """A - R: what one recomputed layer has while it runs, beside its input."""
+        return self.saved_bytes(chunk) - self.input_bytes(chunk)
+
     def _loss_bytes(self, chunk: Chunk) -> int:
         """Logits of one block in model dtype, and their float32 copy or gradient."""
         block = min(self._loss_block_tokens, self._local_tokens(chunk))
@@ -240,8 +246,9 @@ class MemoryModel:
         sp, layers = self.layout.sp, self.layout.stage_layers[stage]
         is_last = stage == self.layout.pp - 1
         kv_token = self._kv_row_bytes
+        arena = layers * kv_token if k > 1 else 0
         window = self.layout.pp - 1 - stage + k
-        per_chunk = (layers + 1) * self._hidden_token_bytes / sp + (layers * kv_token if k > 1 else 0)
+        held = (layers + 1) * self._hidden_token_bytes / sp + arena
         gradients = (k - 1) * layers * self.kv_grad_bytes(1)
         layer = (self._saved_token_bytes - self._hidden_token_bytes) / sp + kv_token
         mlp = 3 * self.model.ffn_size * self.model.dtype_bytes / sp
@@ -250,7 +257,7 @@ class MemoryModel:
         logits = self.model.vocab_size * (self.model.dtype_bytes + 4)
         loss = self._loss_block_tokens * logits if is_last else 0
         free = limit - self.static_bytes[stage] - loss
-        return int(free / (window * per_chunk + gradients + backward))
+        return int(free / (window * held + gradients + backward))
 
 
 def _is_tail(chunk: Chunk) -> bool:

@@ -210,13 +210,16 @@ def test_one_sequence_of_one_token_is_one_padded_chunk(k: int) -> None:
     assert (chunk.tokens, chunk.padding, chunk.kind) == (1, 3, ChunkKind.BATCHED)
 
 
-def test_cut_sequences_come_first_longest_first_then_batched_by_tokens() -> None:
+def test_cut_sequences_come_first_longest_first() -> None:
     chunks = chunked([3, 40, 9, 64, 2, 10], 4, token_limit=1)
     cut = [c.slices[0].sequence for c in chunks if c.keeps_kv]
     assert cut == sorted(cut, key=lambda s: -[3, 40, 9, 64, 2, 10][s])
-    batched = [c.tokens for c in chunks if not c.keeps_kv]
-    assert batched == sorted(batched, reverse=True)
     assert [c.keeps_kv for c in chunks] == sorted((c.keeps_kv for c in chunks), reverse=True)
+
+
+def test_batched_chunks_are_sorted_by_tokens_not_by_opening() -> None:
+    chunks = chunked([10, 6, 5, 4, 1], 1, cluster=PROPORTIONAL)
+    assert contents(chunks) == [[10], [5, 4, 1], [6]]
 
 
 def test_numpy_lengths_give_plain_integers() -> None:

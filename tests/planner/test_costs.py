@@ -40,7 +40,7 @@ CLUSTER = ClusterSpec(
     layer_overhead_backward_s=5.0,
 )
 SPLIT = Chunk((Slice(0, 10, 6, False),))
-PADDED = Chunk((Slice(1, 0, 4, True), Slice(2, 0, 3, True)), padding=1)
+PADDED = Chunk((Slice(1, 0, 3, True), Slice(2, 0, 2, True)), padding=3)
 
 
 def layer_forward(tokens: int, area: int) -> float:
@@ -86,7 +86,7 @@ def test_eq_4_counts_the_mean_of_uneven_stages() -> None:
 
 def test_eq_1_chunk_times_use_the_area_with_context_and_count_padding() -> None:
     costs = CostModel(MODEL, CLUSTER, LAYOUT).chunk_costs([SPLIT, PADDED])
-    area_split, area_padded = 16**2 - 10**2, 4**2 + 3**2 + 1
+    area_split, area_padded = 16**2 - 10**2, 3**2 + 2**2 + 3**2
     assert costs.forward_s[0] == pytest.approx(
         [2 * layer_forward(6, area_split), 2 * layer_forward(8, area_padded)]
     )

@@ -215,6 +215,12 @@ def test_eq_8_counts_the_stages_own_layers() -> None:
         assert activations_peak(memory, stage, order, [chunk], [0]) == expected
 
 
+def test_eq_8_peaks_in_the_last_stages_forward_where_the_logits_outweigh_a_backward() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    expected = memory.held_bytes(1, chunk, 0) + 3 * 32 * (2 + 4)
+    assert activations_peak(memory, 1, [(F, 0), (B, 0)], [chunk], [0]) == expected
+
+
 def test_the_arena_of_a_whole_sequence_is_there_from_the_first_slices_forward() -> None:
     memory = memory_of()
     chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),))]
@@ -234,6 +240,16 @@ def test_key_value_gradients_are_there_from_the_tails_backward() -> None:
         activations_peak(memory, 0, [*forwards, (B, 1)], chunks, [0, 0])
         == arena + sum(held) + gradients + tail
     )
+
+
+def test_key_value_gradients_are_made_once_for_all_slices_before_the_tail() -> None:
+    memory = memory_of()
+    chunks = [Chunk((Slice(0, 4 * i, 4, i == 2),)) for i in range(3)]
+    chunks.append(whole(1, 400))  # so big that the peak is at its forward
+    order = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (F, 3)]
+    held = memory.held_bytes(0, chunks[0], 0) + memory.held_bytes(0, chunks[3], 0)
+    expected = 3 * 12 * 16 + 3 * 8 * 32 + held
+    assert activations_peak(memory, 0, order, chunks, [0] * 4) == expected
 
 
 def test_arena_and_key_value_gradients_outlive_the_tail_and_end_with_the_first_slice() -> None:
