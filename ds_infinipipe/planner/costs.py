@@ -105,7 +105,9 @@ class CostModel:
     ) -> None:
         """Raises ConfigError for a ZeRO stage other than 0 and 3."""
         if zero_stage not in (0, 3):
-            raise ConfigError(f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3")
+            raise ConfigError(
+                f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3"
+            )
         self.layout = layout
         self.coefficients = analytic_coefficients(model, cluster, layout, zero_stage)
         self._mean_layers = model.num_layers / layout.pp
