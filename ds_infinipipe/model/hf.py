@@ -87,6 +87,11 @@ def _check(config: PreTrainedConfig) -> None:
         raise ConfigError(
             "the model is quantised (quantization_config): start from the unquantised checkpoint"
         )
+    pad = config.pad_token_id
+    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
+        raise ConfigError(
+            f"pad_token_id {pad} is outside the vocabulary of {config.vocab_size}: set it to null"
+        )
     window, limit = _sliding_window(config), max_positions(config)
     if window is not None and window < limit:
         raise ConfigError(
@@ -103,7 +108,7 @@ def _check(config: PreTrainedConfig) -> None:
 
 
 def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens a query sees, or None for all; the Qwens have a window only where layer_types say so."""
+    """Tokens a query sees, None for all; the Qwens have a window only where layer_types say so."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.layers import EMBEDDING_NAME
 
-__all__ = ["init_parameter", "load_weights"]
+__all__ = ["check_weights", "init_parameter", "load_weights"]
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -27,9 +27,20 @@ def load_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors named in `wanted` (name to full shape), one at a time, on the CPU.
 
-    Everything is checked before the first tensor is read. Raises ConfigError for a folder without
-    safetensors, for damaged or missing files, and with a list of all names that are missing, have
-    another shape or are not floating point.
+    Each has the dtype of the file. Everything is checked before the first tensor is read; raises
+    ConfigError as `check_weights` does.
+    """
+    return _read(check_weights(folder, wanted))
+
+
+def check_weights(
+    folder: str | Path, wanted: Mapping[str, Sequence[int]]
+) -> Mapping[Path, Sequence[str]]:
+    """Make sure that a checkpoint folder has all of `wanted`; returns the names by file.
+
+    Reads headers only. Raises ConfigError for a folder without safetensors, for damaged or missing
+    files, and with a list of all names that are missing, have another shape or are not floating
+    point.
     """
     folder = Path(folder)
     location = _locate(folder)
@@ -45,7 +56,7 @@ def load_weights(
             f"checkpoint {folder} does not fit the model, {len(problems)} of {len(wanted)} tensors "
             f"are wrong: {_listed(problems)}; {_repair(missing, location)}"
         )
-    return _read(by_file)
+    return by_file
 
 
 def _locate(folder: Path) -> dict[str, str]:

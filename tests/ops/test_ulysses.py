@@ -1,0 +1,128 @@
+"""Tokens to heads and back, on several ranks, against attention on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.ops.attention import Segments, varlen_attention
+from ds_infinipipe.ops.ulysses import check_heads, local_heads, to_heads, to_tokens
+
+DIM = 4
+SEGMENTS = Segments((0, 5, 8, 12), (0, 5, 8, 12))
+
+
+def _random(num_heads: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (SEGMENTS.num_q, num_heads, DIM)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _mine(x: Tensor, rank: int) -> Tensor:
+    return x.chunk(dist.get_world_size())[rank].detach().clone().requires_grad_()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, impl: str) -> Tensor:
+    return varlen_attention(q, k, v, SEGMENTS, 0.5, impl=impl)
+
+
+def _check_against_dense(rank: int, head_counts: list[tuple[int, int]]) -> None:
+    for num_heads, num_kv_heads in head_counts:
+        whole = [_random(n, seed) for seed, n in enumerate((num_heads, num_kv_heads, num_kv_heads))]
+        leaves = [t.clone().requires_grad_() for t in whole]
+        expected, grad = _attend(*leaves, "naive"), _random(num_heads, 3)
+        expected.backward(grad)
+        mine = [_mine(t, rank) for t in whole]
+        heads = [to_heads(t, dist.group.WORLD) for t in mine]
+        sp = dist.get_world_size()
+        assert heads[0].shape == (SEGMENTS.num_q, local_heads(num_heads, sp), DIM)
+        assert heads[1].shape == (SEGMENTS.num_q, local_heads(num_kv_heads, sp), DIM)
+        out = to_tokens(_attend(*heads, "cpu_flash"), dist.group.WORLD, num_heads)
+        out.backward(_mine(grad, rank).detach())
+        got = [out, *(t.grad for t in mine)]
+        want = [_mine(t, rank) for t in (expected, *(t.grad for t in leaves))]
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-12, atol=1e-12)
+
+
+def _head_ids(rank: int, num_heads: int) -> list[float]:
+    """Which heads a rank gets, when the value of head h is h + 1."""
+    x = torch.arange(1.0, num_heads + 1)[None, :, None].expand(2, num_heads, DIM)
+    return to_heads(x, dist.group.WORLD)[0, :, 0].tolist()
+
+
+def _token_ids(rank: int) -> list[float]:
+    x = torch.arange(3.0)[:, None, None].expand(3, 2, DIM) + 3 * rank
+    return to_heads(x, dist.group.WORLD)[:, 0, 0].tolist()
+
+
+def _round_trip(rank: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for num_heads in (4, 7):
+            x = _mine(_random(num_heads, 1, dtype), rank).detach()
+            back = to_tokens(to_heads(x, dist.group.WORLD), dist.group.WORLD, num_heads)
+            assert torch.equal(back, x)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sp", "head_counts"),
+    [
+        (2, [(8, 2), (12, 4), (28, 4), (4, 1), (3, 3), (2, 2)]),
+        (4, [(8, 2), (12, 4), (28, 4), (4, 1), (5, 5), (4, 4)]),
+    ],
+)
+def test_attention_over_ranks_equals_attention_on_one(
+    sp: int, head_counts: list[tuple[int, int]]
+) -> None:
+    run_ranks(_check_against_dense, sp, head_counts)
+
+
+@pytest.mark.ranks
+def test_fewer_heads_than_ranks_are_repeated_for_neighbours() -> None:
+    assert run_ranks(_head_ids, 4, 2) == [[1.0], [1.0], [2.0], [2.0]]
+
+
+@pytest.mark.ranks
+def test_heads_that_do_not_divide_are_padded_with_zeros_at_the_end() -> None:
+    assert run_ranks(_head_ids, 2, 3) == [[1.0, 2.0], [3.0, 0.0]]
+
+
+@pytest.mark.ranks
+def test_tokens_follow_each_other_by_rank() -> None:
+    assert run_ranks(_token_ids, 2) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+
+
+@pytest.mark.ranks
+def test_there_and_back_is_the_identity() -> None:
+    run_ranks(_round_trip, 2)
+
+
+def test_one_rank_needs_no_exchange() -> None:
+    x = _random(3, 1)
+    assert to_heads(x, None) is x
+    assert to_tokens(x, None, 3) is x
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "sp"),
+    [(8, 2, 4), (8, 2, 2), (28, 4, 2), (3, 3, 2), (7, 7, 4), (8, 1, 8), (6, 6, 1)],
+)
+def test_heads_that_ranks_can_share_are_accepted(
+    num_heads: int, num_kv_heads: int, sp: int
+) -> None:
+    check_heads(num_heads, num_kv_heads, sp)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "sp"), [(2, 2, 4), (6, 2, 4), (12, 6, 4), (9, 3, 2)]
+)
+def test_heads_that_ranks_cannot_share_are_refused(
+    num_heads: int, num_kv_heads: int, sp: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"sp {sp} cannot share {num_heads} attention heads"):
+        check_heads(num_heads, num_kv_heads, sp)
