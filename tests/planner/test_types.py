@@ -1,0 +1,153 @@
+"""Plans as text: JSON there and back, digests, instruction text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from handmade import random_plan, rich_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.types import Chunk, ChunkKind, Instruction, Op, Plan, Slice
+
+COMPUTE = (Op.FORWARD, Op.BACKWARD)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_survives_json(seed: int) -> None:
+    plan = random_plan(seed)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest()
+    assert Plan.from_json(plan.to_json(indent=2)) == plan
+
+
+def test_the_json_has_the_published_keys() -> None:
+    data = json.loads(rich_plan().to_json())
+    assert {"version", "digest", "model", "cluster", "layout", "chunks", "pipelines"} <= set(data)
+    assert {"streams", "predicted", "solver"} <= set(data)
+    assert {"pp", "sp", "dp"} <= set(data["layout"])
+    assert data["chunks"][1]["slices"] == [
+        {"sequence": 0, "start": 8, "length": 8},
+        {"sequence": 2, "start": 0, "length": 6},
+    ]
+    first = data["pipelines"][0]
+    assert first["forward"] == [0, 1, 2, 3]
+    assert first["backward"] == [2, 1, 0, 3]
+    assert len(first["recompute"]) == 3 and len(first["recompute"][0]) == 4
+    assert data["streams"][0][:4] == ["F0", "SEND_F0", "F1r1", "SEND_F1"]
+    assert set(data["predicted"]) == {"step_time_s", "bubble_ratio", "peak_bytes"}
+    assert {"mode", "k", "status", "gap", "time_s"} <= set(data["solver"])
+
+
+def test_the_digest_ignores_only_the_solving_time() -> None:
+    plan = rich_plan()
+    slower = replace(plan, solver=replace(plan.solver, time_s=99.0))
+    assert slower.digest() == plan.digest()
+    others = [
+        replace(plan, solver=replace(plan.solver, status="feasible")),
+        replace(plan, zero_stage=0),
+        replace(plan, loss_block_tokens=7),
+        replace(plan, memory_limit_bytes=plan.memory_limit_bytes + 1),
+        replace(plan, alignment=2),
+        replace(plan, streams=plan.streams[:-1]),
+        replace(plan, chunks=(replace(plan.chunks[0], padding=2), *plan.chunks[1:])),
+        replace(plan, pipelines=plan.pipelines[::-1]),
+        replace(plan, predicted=replace(plan.predicted, step_time_s=1.0)),
+        replace(plan, model=replace(plan.model, vocab_size=51)),
+    ]
+    assert len({plan.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "another number of layers": lambda d: d["model"].update(num_layers=13),
+    "a moved slice": lambda d: d["chunks"][1]["slices"][0].update(start=4),
+    "another recompute count": lambda d: d["pipelines"][0]["recompute"][0].__setitem__(0, 3),
+    "a dropped instruction": lambda d: d["streams"][0].pop(0),
+    "another peak": lambda d: d["predicted"]["peak_bytes"].__setitem__(0, 5),
+    "another digest": lambda d: d.update(digest="0" * 64),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_an_edited_plan_file_is_noticed(edit: Callable[[dict[str, Any]], None]) -> None:
+    data = json.loads(rich_plan().to_json())
+    edit(data)
+    with pytest.raises(ScheduleError, match="edited or damaged"):
+        Plan.from_json(json.dumps(data))
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "foreign version": lambda d: d.update(version=2),
+    "no digest": lambda d: d.pop("digest"),
+    "no chunks": lambda d: d.pop("chunks"),
+    "layout is a list": lambda d: d.update(layout=[1, 2]),
+    "unknown model field": lambda d: d["model"].update(colour="red"),
+    "sequence out of range": lambda d: d["chunks"][0]["slices"][0].update(sequence=77),
+    "pipelines missing": lambda d: d.update(pipelines=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_file_that_is_no_plan_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
+    data = json.loads(rich_plan().to_json())
+    damage(data)
+    with pytest.raises(ScheduleError, match="not a plan file of version 1"):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "3"])
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ScheduleError, match="not a plan file"):
+        Plan.from_json(text)
+
+
+@given(
+    st.sampled_from([op for op in Op if op is not Op.STEP]),
+    st.integers(0, 5000),
+    st.integers(0, 99),
+)
+def test_instruction_text_goes_there_and_back(op: Op, chunk: int, layers: int) -> None:
+    instruction = Instruction(op, chunk, layers if op in COMPUTE else 0)
+    assert Instruction.parse(str(instruction)) == instruction
+
+
+def test_instruction_text_looks_like_this() -> None:
+    assert str(Instruction(Op.FORWARD, 2)) == "F2"
+    assert str(Instruction(Op.BACKWARD, 12, 3)) == "B12r3"
+    assert str(Instruction(Op.SEND_GRADIENT, 0)) == "SEND_B0"
+    assert str(Instruction(Op.STEP)) == "STEP"
+    assert Instruction.parse("STEP") == Instruction(Op.STEP)
+
+
+@pytest.mark.parametrize("text", ["", "F", "F-1", "f1", "F1r", "STEP1", "RECV_3", "SEND_F1 ", "X2"])
+def test_other_text_is_no_instruction(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is not an instruction"):
+        Instruction.parse(text)
+
+
+def test_only_f_and_b_carry_recomputed_layers() -> None:
+    with pytest.raises(ScheduleError, match="only F and B"):
+        Instruction.parse("SEND_F1r2")
+
+
+def test_a_chunk_knows_its_tokens_kind_and_area() -> None:
+    split = Chunk((Slice(0, 8, 4, False),))
+    hybrid = Chunk((Slice(0, 12, 3, True), Slice(1, 0, 2, True)), padding=1)
+    batched = Chunk((Slice(1, 0, 2, True), Slice(2, 0, 5, True)))
+    assert [c.kind for c in (split, hybrid, batched)] == [
+        ChunkKind.SPLIT,
+        ChunkKind.HYBRID,
+        ChunkKind.BATCHED,
+    ]
+    assert (hybrid.tokens, hybrid.padded_tokens, hybrid.context_len) == (5, 6, 12)
+    assert (hybrid.split_tokens, batched.split_tokens) == (3, 0)
+    assert split.attention_area == 12**2 - 8**2
+    assert hybrid.attention_area == 15**2 - 12**2 + 2**2
+    assert batched.attention_area == 4 + 25
