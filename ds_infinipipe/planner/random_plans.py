@@ -1,0 +1,165 @@
+"""Random valid plans: what the executor must get exactly right, however odd it looks.
+
+The planner makes sensible plans; these are drawn from everything the verifier allows: any cut, any
+packing beside any slice, any number of pipelines, any recompute count per stage and chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.lower import lower_plan
+from ds_infinipipe.planner.order import (
+    backward_order,
+    count_slices,
+    stage_operations,
+    window_size,
+)
+from ds_infinipipe.planner.simulate import simulate
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
+from ds_infinipipe.planner.types import (
+    Chunk,
+    Op,
+    PipelinePlan,
+    Plan,
+    Prediction,
+    Slice,
+    SolverStats,
+)
+from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
+
+__all__ = ["random_plan"]
+
+_UNLIMITED_BYTES = 2**60
+_MOST_SLICES = 5
+_MOST_PIPELINES = 3
+
+
+def random_plan(
+    lengths: Sequence[int],
+    rng: np.random.Generator,
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    alignment: int = 1,
+    zero_stage: int = 3,
+    loss_block_tokens: int = 1024,
+) -> Plan:
+    """A verified plan of `lengths` drawn with `rng`; there is no memory limit."""
+    unit = math.lcm(layout.sp, alignment)
+    chunks, blocks = _random_chunks(lengths, unit, layout.sp, rng)
+    pipelines = tuple(
+        _random_pipeline(chunks, group, layout, rng) for group in _random_groups(blocks, rng)
+    )
+    operations = [_operations(pipelines, layout.pp, stage) for stage in range(layout.pp)]
+    streams = lower_plan(pipelines, chunks, layout, operations)
+    costs = CostModel(model, cluster, layout, zero_stage).chunk_costs(chunks)
+    timeline = simulate(
+        streams,
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        recompute_s=costs.recompute_s,
+        p2p_s=costs.p2p_s,
+    )
+    draft = Plan(
+        model=model,
+        cluster=cluster,
+        layout=layout,
+        lengths=tuple(lengths),
+        alignment=alignment,
+        memory_limit_bytes=_UNLIMITED_BYTES,
+        chunks=chunks,
+        pipelines=pipelines,
+        streams=streams,
+        predicted=Prediction(timeline.makespan_s, timeline.bubble_ratio, (0,) * layout.pp),
+        solver=SolverStats("random", 0, "feasible", 0.0, 0.0),
+        zero_stage=zero_stage,
+        loss_block_tokens=loss_block_tokens,
+    )
+    plan = _with_peaks(draft)
+    verify_plan(plan)
+    return plan
+
+
+def _with_peaks(plan: Plan) -> Plan:
+    peaks = tuple(peak_bytes_by_stage(plan))
+    return replace(plan, predicted=replace(plan.predicted, peak_bytes=peaks))
+
+
+def _random_chunks(
+    lengths: Sequence[int], unit: int, sp: int, rng: np.random.Generator
+) -> tuple[tuple[Chunk, ...], list[list[int]]]:
+    """Chunks, and the blocks that must stay together: a cut sequence's chunks, or one chunk."""
+    contents: list[list[Slice]] = []
+    blocks: list[list[int]] = []
+    shorts: list[Slice] = []
+    for sequence, length in enumerate(lengths):
+        pieces = _random_cut(sequence, length, unit, rng)
+        if len(pieces) == 1:
+            shorts += pieces
+            continue
+        blocks.append(list(range(len(contents), len(contents) + len(pieces))))
+        contents += [[piece] for piece in pieces]
+    for short in shorts:
+        place = int(rng.integers(0, len(contents) + 1))
+        if place == len(contents):
+            blocks.append([place])
+            contents.append([])
+        contents[place].append(short)
+    chunks = tuple(Chunk(tuple(c), padding=-sum(s.length for s in c) % sp) for c in contents)
+    return chunks, blocks
+
+
+def _random_cut(sequence: int, length: int, unit: int, rng: np.random.Generator) -> list[Slice]:
+    places = np.arange(unit, length, unit)
+    if not len(places) or rng.random() < 0.4:
+        return [Slice(sequence, 0, length, True)]
+    count = int(rng.integers(1, min(_MOST_SLICES - 1, len(places)) + 1))
+    cuts = sorted(rng.choice(places, size=count, replace=False).tolist())
+    bounds = [0, *cuts, length]
+    return [
+        Slice(sequence, start, end - start, end == length)
+        for start, end in itertools.pairwise(bounds)
+    ]
+
+
+def _random_groups(blocks: list[list[int]], rng: np.random.Generator) -> list[list[list[int]]]:
+    count = int(rng.integers(1, min(_MOST_PIPELINES, len(blocks)) + 1))
+    order = rng.permutation(len(blocks)).tolist()
+    groups: list[list[list[int]]] = [[] for _ in range(count)]
+    for position, block in enumerate(order):
+        # the first `count` blocks fill one group each, so that none is empty
+        group = position if position < count else int(rng.integers(0, count))
+        groups[group].append(blocks[block])
+    return groups
+
+
+def _random_pipeline(
+    chunks: Sequence[Chunk], blocks: list[list[int]], layout: Layout, rng: np.random.Generator
+) -> PipelinePlan:
+    forward = tuple(chunk for block in blocks for chunk in block)
+    recompute = tuple(
+        tuple(rng.integers(0, layers + 1, size=len(forward)).tolist())
+        for layers in layout.stage_layers
+    )
+    backward = backward_order(chunks, forward)
+    return PipelinePlan(forward, backward, recompute, count_slices(chunks, forward))
+
+
+def _operations(
+    pipelines: Sequence[PipelinePlan], pp: int, stage: int
+) -> tuple[tuple[Op, int], ...]:
+    return tuple(
+        operation
+        for pipeline in pipelines
+        for operation in stage_operations(
+            pipeline.forward, pipeline.backward, window_size(pp, stage, pipeline.num_split)
+        )
+    )

@@ -1,0 +1,308 @@
+"""The engine: DeepSpeed's PipelineEngine with a new instruction stream every step.
+
+Two of the base class's rules do not hold here, on purpose:
+
+* It refuses ZeRO-2/3 with pipelines, because its hooks would gather and reduce per micro-batch in
+  an order it does not control. `runtime.sharding` removes the hooks and places every collective.
+* It insists on train_batch = micro * accumulation * data-parallel size. A step has as many chunks
+  as its plan says, so DeepSpeed is told 1 * 1 * shards and `sequences_per_step` is the user's
+  `train_batch_size`. Chunks are scaled by the step's valid tokens, never by their number.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.errors import InfiniPipeError, PeerTimeoutError
+from ds_infinipipe.model.hf import make_rotary, max_positions
+from ds_infinipipe.ops.attention import check_alignment, resolve_attention
+from ds_infinipipe.planner.types import Instruction, Plan, Timeline
+from ds_infinipipe.runtime import handlers, schedule
+from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.executor import StageExecutor
+from ds_infinipipe.runtime.feed import BatchFeed
+from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.runtime.p2p import Channel
+from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
+from ds_infinipipe.runtime.report import StepReport, TimeCalibration
+from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
+from ds_infinipipe.runtime.step import StepState
+from ds_infinipipe.runtime.surface import allow_zero3_with_pipeline
+
+__all__ = ["InfiniPipeEngine"]
+
+logger = logging.getLogger(__name__)
+
+_PEER_FAILURES = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
+
+
+class InfiniPipeEngine(PipelineEngine):
+    """Trains an InfiniPipeModule; `train_batch` owns the whole step.
+
+    `report` describes the last step, `plan` is what it ran, `timeline` what this rank measured.
+    Functions in `before_step_hooks` are called with the engine
+    when a step's gradients are complete and not yet clipped.
+    """
+
+    module: InfiniPipeModule
+
+    def __init__(self, *, model: InfiniPipeModule, sequences_per_step: int, **kwargs: Any) -> None:
+        with allow_zero3_with_pipeline():
+            super().__init__(model=model, **kwargs)
+        self.settings: InfiniPipeConfig = model.settings
+        self.sequences_per_step = sequences_per_step
+        self.sp_size = self.grid.get_sequence_parallel_world_size()
+        self.sp_rank = self.grid.get_sequence_parallel_rank()
+        self.sequence_pg = self.grid.get_sequence_parallel_group() if self.sp_size > 1 else None
+        self.sharding = self._make_sharding()
+        self.executor = StageExecutor(model.forward_funcs, self.sharding)
+        self.rotary = make_rotary(model.hf_config, self.device)
+        wanted = self.settings.runtime.attention
+        self.attention_impl = resolve_attention(wanted, self.device, model.dtype)
+        check_alignment(self.device, model.dtype, self.attention_impl)
+        self._make_channels()
+        self._plans = self._make_plan_service()
+        self._feed: BatchFeed | None = None
+        self._step: StepState | None = None
+        self._calibration = TimeCalibration()
+        self.before_step_hooks: list[Callable[[InfiniPipeEngine], None]] = []
+        self.report: StepReport | None = None
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+
+    # ---- one step
+
+    def train_batch(self, data_iter: Iterable[Any] | None = None) -> torch.Tensor:
+        """Train one optimizer step and return its loss, the mean over all labels of the batch.
+
+        `data_iter` yields batches: lists of samples (a mapping with `input_ids` and optionally
+        `labels`), the same on every rank. Without it the data given to `initialize` is used.
+        Raises InfiniPipeError where batch, plan or peers make the step impossible.
+        """
+        feed = self._feed_for(data_iter)
+        batch = feed.next()
+        plan, planning = self._plans.plan_for(batch.lengths)
+        upcoming = feed.peek()
+        if upcoming is not None:
+            self._plans.submit(upcoming.lengths)
+        return self.train_plan(plan, batch, planning)
+
+    def train_plan(
+        self, plan: Plan, batch: StepBatch, planning: PlanningReport | None = None
+    ) -> torch.Tensor:
+        """Execute a given plan on a given batch, for example one read back from a file."""
+        self.plan = plan
+        self._step = StepState(self, plan, batch)
+        self.executor.begin_step(1.0 / batch.num_labels, plan.loss_block_tokens)
+        started = time.perf_counter()
+        loss: torch.Tensor = super().train_batch()
+        self.report = self._make_report(plan, batch, planning, time.perf_counter() - started)
+        self.timeline = self._step.timeline()
+        self._step = None
+        return loss
+
+    def _train_schedule(self) -> schedule.PlanSchedule:
+        assert self._step is not None
+        return schedule.PlanSchedule(self._step.plan, self.stage_id)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        try:
+            super()._exec_schedule(pipe_schedule)
+        except Exception as error:
+            self._abandon_step(error)
+            raise
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        """Sum of the last stage's token losses, and what the ranks measured, in one all-reduce."""
+        assert self._step is not None
+        mine = [
+            float(self.executor.loss_sum),
+            self._step.busy_s(),
+            float(self.executor.recomputed_layers),
+        ]
+        totals = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        self._totals = totals.tolist()
+        return totals[0]
+
+    def step_optimizer(self) -> None:
+        """Clip, step and schedule as DeepSpeed does, counting the sequences that were trained."""
+        assert self._step is not None
+        if isinstance(self.sharding, ReplicatedSharding):
+            self._global_grad_norm = self._replicated_grad_norm()
+        self._exec_optimizer_step()
+        self.global_samples += len(self._step.batch.ids) - self.train_batch_size()
+
+    # ---- called by the handlers
+
+    def enter(self, instruction: Instruction, position: int) -> StepState:
+        """Note where this rank is, for errors, and return the step's state."""
+        assert self._step is not None
+        self._step.position, self._step.instruction = position, instruction
+        return self._step
+
+    def drain(self) -> None:
+        """Wait until all sent tensors have left."""
+        self.activations_out.drain()
+        self.gradients_out.drain()
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.ForwardChunk: handlers.forward_chunk,
+        schedule.BackwardChunk: handlers.backward_chunk,
+        schedule.SendChunkActivation: handlers.send_chunk_activation,
+        schedule.RecvChunkActivation: handlers.recv_chunk_activation,
+        schedule.SendChunkGradient: handlers.send_chunk_gradient,
+        schedule.RecvChunkGradient: handlers.recv_chunk_gradient,
+        schedule.StepPlan: handlers.step_plan,
+    }
+
+    # ---- construction
+
+    def _make_sharding(self) -> Sharding:
+        layers = [list(layer.parameters()) for layer in self.module.forward_funcs]
+        pg = self.grid.get_data_parallel_group()
+        if self.module.zero_stage == 3:
+            return Zero3Sharding(self.optimizer, layers, dist.get_world_size(group=pg))
+        return ReplicatedSharding(layers, pg)
+
+    def _make_channels(self) -> None:
+        timeout = timedelta(seconds=self.settings.runtime.timeout_s)
+        verify = self.settings.debug.verify_p2p
+
+        def channel(name: str, stage: int, pg: Any) -> Channel:
+            inside = min(max(stage, 0), self.num_stages - 1)  # unused at the ends of the pipeline
+            return Channel(name, self.grid.peer(inside), pg, timeout, verify)
+
+        forward_pg, backward_pg = self.grid.forward_pg, self.grid.backward_pg
+        self.activations_in = channel("activation", self.stage_id - 1, forward_pg)
+        self.activations_out = channel("activation", self.stage_id + 1, forward_pg)
+        self.gradients_in = channel("gradient", self.stage_id + 1, backward_pg)
+        self.gradients_out = channel("gradient", self.stage_id - 1, backward_pg)
+
+    def _make_plan_service(self) -> PlanService:
+        task = PlanningTask(
+            model=self.module.spec,
+            cluster=self.settings.load_cluster(),
+            layout=self.module.layout,
+            settings=self.settings.planner,
+            zero_stage=self.module.zero_stage,
+        )
+        return PlanService(
+            task,
+            pg=self.grid.plan_pg,
+            asynchronous=self.settings.planning.asynchronous,
+            deadline_s=self.settings.planning.deadline_s,
+        )
+
+    def set_batches(self, batches: Iterable[Any]) -> None:
+        """Where `train_batch()` without an argument reads its batches."""
+        self._feed = self._new_feed(batches)
+
+    def _feed_for(self, data_iter: Iterable[Any] | None) -> BatchFeed:
+        if data_iter is not None and (self._feed is None or not self._feed.reads(data_iter)):
+            self._feed = self._new_feed(data_iter)
+        if self._feed is None:
+            raise InfiniPipeError(
+                "train_batch() has no data: pass training_data to ds_infinipipe.initialize, or an "
+                "iterator of batches to train_batch"
+            )
+        return self._feed
+
+    def _new_feed(self, batches: Iterable[Any]) -> BatchFeed:
+        hf_config = self.module.hf_config
+        return BatchFeed(
+            batches,
+            lambda samples: StepBatch.from_samples(
+                samples, max_positions(hf_config), hf_config.vocab_size
+            ),
+        )
+
+    # ---- numbers
+
+    def clip_fp32_gradients(self) -> None:
+        """ZeRO-0 clipping by the norm over all stages, a weight tied across stages counted once."""
+        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
+        if factor < 1.0:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _replicated_grad_norm(self) -> float:
+        counted = [p.grad for p in self.module.parameters() if p.model_parallel]
+        squares = [g.detach().double().square().sum() for g in counted if g is not None]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = total.to(self.device)
+        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
+        return float(total.sqrt())
+
+    def _make_report(
+        self, plan: Plan, batch: StepBatch, planning: PlanningReport | None, elapsed_s: float
+    ) -> StepReport:
+        assert self._step is not None
+        loss, busy_s, recomputed = self._totals
+        report = StepReport.build(
+            step=self.global_steps,
+            loss=loss,
+            grad_norm=float(self.get_global_grad_norm() or 0.0),
+            plan=plan,
+            batch=batch,
+            planning=planning,
+            elapsed_s=elapsed_s,
+            busy_share=busy_s / (dist.get_world_size() * elapsed_s),
+            recomputed_layers=round(recomputed / self.sp_size),
+            calibration=self._calibration.factor,
+        )
+        self._calibration.add(plan.predicted.step_time_s, elapsed_s)
+        return report
+
+    # ---- errors and what is not offered
+
+    def _abandon_step(self, error: Exception) -> None:
+        """Drop the step's tensors; turn a transport error into one that says where it happened."""
+        step = self._step
+        assert step is not None
+        where = f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank})"
+        at = f"instruction {step.position} '{step.instruction}' of step {self.global_steps}"
+        self.executor.abandon()
+        for channel in self._channels():
+            channel.abandon()
+        if isinstance(error, PeerTimeoutError) or _is_peer_failure(error):
+            peers = sorted({c.peer for c in self._channels()} - {self.global_rank})
+            raise PeerTimeoutError(
+                f"{where} stopped at {at}: {error}. Its neighbours are ranks {peers}, its stage is "
+                f"ranks {self.grid.sequence_ranks}; look at the first of them that failed"
+            ) from error
+        logger.error("%s failed at %s: %s", where, at, error)
+
+    def _channels(self) -> Iterator[Channel]:
+        yield from (
+            self.activations_in,
+            self.activations_out,
+            self.gradients_in,
+            self.gradients_out,
+        )
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available yet; refuses, because the inherited one would run the wrong schedule."""
+        raise InfiniPipeError("eval_batch is not available yet: evaluate an exported model")
+
+    def close(self) -> None:
+        """End the planning worker."""
+        self._plans.close()
+
+
+def _is_peer_failure(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in _PEER_FAILURES)

@@ -1,0 +1,163 @@
+"""Run chunks through the layers of one stage, forward and backward, layer by layer.
+
+Each layer is an autograd segment of its own: detached input in, output kept, and backward calls
+autograd once per segment. So gathers, recomputation, reductions and releases stand exactly where
+the instruction puts them, and a recomputed layer keeps nothing but its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer, HeadLayer
+from ds_infinipipe.runtime.sharding import Sharding
+
+__all__ = ["ChunkInput", "StageExecutor"]
+
+
+@dataclass
+class ChunkInput:
+    """What a stage needs of a chunk: tokens of this sequence-parallel rank, or activations.
+
+    `ids_T` on the first stage, `hidden_1TE` on the others; `labels_T` on the last.
+    """
+
+    context: ChunkContext
+    ids_T: torch.Tensor | None = None
+    hidden_1TE: torch.Tensor | None = None
+    labels_T: torch.Tensor | None = None
+
+
+@dataclass
+class _Segment:
+    """One layer's pass: its input, and its output unless the layer will be recomputed."""
+
+    layer: int
+    source: torch.Tensor
+    output: torch.Tensor | None
+
+
+@dataclass
+class _InFlight:
+    context: ChunkContext
+    segments: list[_Segment] = field(default_factory=list)
+    hidden_gradient: torch.Tensor | None = None
+
+
+class StageExecutor:
+    """The layers of one stage and the chunks that are between their forward and backward."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module], sharding: Sharding) -> None:
+        self._layers = list(layers)
+        self._sharding = sharding
+        self._in_flight: dict[int, _InFlight] = {}
+        self.loss_block_tokens = 1024
+        self.loss_scale = 0.0
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.recomputed_layers = 0
+
+    @property
+    def chunks_in_flight(self) -> tuple[int, ...]:
+        """Chunks whose backward has not run."""
+        return tuple(self._in_flight)
+
+    def begin_step(self, loss_scale: float, loss_block_tokens: int) -> None:
+        """`loss_scale` is what each label's loss is multiplied by: 1 / valid tokens of the step."""
+        self._sharding.begin_step()
+        self.loss_scale = loss_scale
+        self.loss_block_tokens = loss_block_tokens
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.recomputed_layers = 0
+
+    def forward(self, chunk: int, given: ChunkInput, recompute: int) -> torch.Tensor | None:
+        """Run a chunk; the first `recompute` decoder layers keep only their input.
+
+        Returns the stage's output `[1, T, E]`, or None on the last stage, where the loss and its
+        gradient are computed at once.
+        """
+        record = self._in_flight[chunk] = _InFlight(given.context)
+        hidden = given.hidden_1TE
+        decoders = 0
+        for index, layer in enumerate(self._layers):
+            self._fetch(index, index + 1)
+            if isinstance(layer, EmbeddingLayer):
+                assert given.ids_T is not None
+                hidden = self._embed(record, index, given.ids_T)
+            elif isinstance(layer, HeadLayer):
+                assert hidden is not None and given.labels_T is not None
+                record.hidden_gradient = self._head(index, hidden, given.labels_T)
+                hidden = None
+            else:
+                assert hidden is not None
+                hidden = self._decode(record, index, hidden, keep=decoders >= recompute)
+                decoders += 1
+            self._sharding.release(index)
+        return hidden
+
+    def backward(self, chunk: int, output_gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Backpropagate a chunk; returns the gradient of the stage's input, None on the first."""
+        record = self._in_flight.pop(chunk)
+        gradient = output_gradient if record.hidden_gradient is None else record.hidden_gradient
+        record.hidden_gradient = None
+        while record.segments:
+            segment = record.segments.pop()
+            self._fetch(segment.layer, record.segments[-1].layer if record.segments else None)
+            gradient = self._backward_segment(record.context, segment, gradient)
+            self._sharding.reduce(segment.layer)
+            self._sharding.release(segment.layer)
+        self._sharding.flush()
+        return gradient
+
+    def abandon(self) -> None:
+        """Drop everything in flight after an error."""
+        self._in_flight.clear()
+
+    def _fetch(self, index: int, following: int | None) -> None:
+        self._sharding.fetch(index)
+        if following is not None and following < len(self._layers):
+            self._sharding.prefetch(following)
+
+    def _embed(self, record: _InFlight, index: int, ids_T: torch.Tensor) -> torch.Tensor:
+        output = self._layers[index](ids_T)
+        record.segments.append(_Segment(index, ids_T, output))
+        return output.detach()
+
+    def _decode(
+        self, record: _InFlight, index: int, hidden: torch.Tensor, *, keep: bool
+    ) -> torch.Tensor:
+        source = hidden.detach()
+        if not keep:
+            with torch.no_grad():
+                output = self._layers[index](source, record.context)
+            record.segments.append(_Segment(index, source, None))
+            return output
+        output = self._layers[index](source.requires_grad_(), record.context)
+        record.segments.append(_Segment(index, source, output))
+        return output.detach()
+
+    def _head(self, index: int, hidden: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+        source = hidden.detach().requires_grad_()
+        head = self._layers[index]
+        assert isinstance(head, HeadLayer)
+        loss = head.loss(source, labels_T, self.loss_scale, self.loss_block_tokens)
+        self.loss_sum += loss.detach().to("cpu", torch.float64)
+        (loss * self._sharding.loss_multiplier).backward()
+        self._sharding.reduce(index)
+        self._sharding.flush()
+        assert source.grad is not None
+        return source.grad
+
+    def _backward_segment(
+        self, context: ChunkContext, segment: _Segment, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        output = segment.output
+        if output is None:
+            assert isinstance(self._layers[segment.layer], DecoderLayer)
+            output = self._layers[segment.layer](segment.source.requires_grad_(), context)
+            self.recomputed_layers += 1
+        torch.autograd.backward(output, gradient)
+        return segment.source.grad

@@ -1,0 +1,90 @@
+"""Process grid: pipeline stages across nodes, sequence-parallel ranks inside one.
+
+Two axes, 'pipe' and 'data', where 'data' is the axis ZeRO shards over (dp * sp). A third axis
+would make DeepSpeed's model-parallel group span pipe x sequence, and the gradient norm would count
+parameters twice.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+__all__ = ["InfiniPipeGrid", "adopt_grid"]
+
+
+class InfiniPipeGrid(PipelineParallelGrid):
+    """DeepSpeed's grid with sequence-parallel groups and a pipe group for each direction.
+
+    It must not define `initialize_sequence_parallel`: the stage-3 optimizer takes that name as a
+    sign that there is no model parallelism and drops the pipeline from the gradient norm.
+    """
+
+    sp_size: int
+    sequence_ranks: list[int]
+    sequence_pg: Any
+    forward_pg: Any
+    backward_pg: Any
+    tied_pg: Any
+
+    def add_groups(self, sp_size: int, timeout: timedelta) -> None:
+        """Create our groups in one order on every rank; `timeout` is for each operation on them."""
+        self.sp_size = sp_size
+        for ranks in self.dp_groups:
+            for start in range(0, len(ranks), sp_size):
+                block = ranks[start : start + sp_size]
+                pg = torch_dist.new_group(ranks=block, timeout=timeout)
+                if self.global_rank in block:
+                    self.sequence_ranks, self.sequence_pg = block, pg
+        self.tied_pg = None
+        for ranks in self.pipe_groups:
+            forward = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            backward = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            ends = sorted({ranks[0], ranks[-1]})
+            tied = torch_dist.new_group(ranks=ends, timeout=timeout)
+            if self.global_rank in ranks:
+                self.forward_pg, self.backward_pg = forward, backward
+            if self.global_rank in ends:
+                self.tied_pg = tied
+        self.plan_pg = torch_dist.new_group(backend="gloo", timeout=timeout)
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.sequence_pg
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sp_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.sequence_ranks.index(self.global_rank)
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.dp_proc_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def peer(self, stage: int) -> int:
+        """Global rank that holds this rank's tokens at another stage."""
+        return int(self.stage_to_global(stage))
+
+
+def adopt_grid(grid: PipelineParallelGrid, sp_size: int, timeout: timedelta) -> InfiniPipeGrid:
+    """Turn the grid PipelineModule built for itself into ours; it offers no way to pass one."""
+    grid.__class__ = InfiniPipeGrid
+    grid.add_groups(sp_size, timeout)
+    for pg in (grid.dp_proc_group, grid.ds_model_proc_group, grid.pp_proc_group):
+        _set_timeout(pg, timeout)
+    _set_timeout(dist.get_world_group(), timeout)
+    return grid
+
+
+def _set_timeout(pg: Any, timeout: timedelta) -> None:
+    # DeepSpeed creates its groups with torch's default of 30 minutes
+    torch_dist.distributed_c10d._set_pg_timeout(timeout, pg)

@@ -1,0 +1,81 @@
+"""What each pipeline instruction does: one short function per entry of the engine's map."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ds_infinipipe.planner.types import Instruction
+
+if TYPE_CHECKING:
+    from ds_infinipipe.runtime.engine import InfiniPipeEngine
+
+__all__ = [
+    "backward_chunk",
+    "forward_chunk",
+    "recv_chunk_activation",
+    "recv_chunk_gradient",
+    "send_chunk_activation",
+    "send_chunk_gradient",
+    "step_plan",
+]
+
+
+def forward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Roughly: `outputs[chunk] = layers(inputs[chunk])`; the last stage adds to the loss."""
+    step = engine.enter(instruction, position)
+    given = step.chunk_input(instruction.chunk)
+    with step.span(instruction):
+        output = engine.executor.forward(instruction.chunk, given, instruction.recompute)
+    if output is not None:
+        step.outputs[instruction.chunk] = output
+
+
+def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Roughly: `gradients[chunk] = d loss / d inputs[chunk]`."""
+    step = engine.enter(instruction, position)
+    is_last = engine.is_last_stage()
+    given = None if is_last else engine.gradients_in.wait(instruction.chunk)
+    with step.span(instruction):
+        gradient = engine.executor.backward(instruction.chunk, given)
+    step.finish_chunk(instruction.chunk)
+    if gradient is not None and not engine.is_first_stage():
+        step.gradients[instruction.chunk] = gradient
+
+
+def send_chunk_activation(
+    engine: InfiniPipeEngine, instruction: Instruction, position: int
+) -> None:
+    """Hand a chunk's output to the next stage; backward still holds it."""
+    step = engine.enter(instruction, position)
+    engine.activations_out.send(instruction.chunk, step.outputs.pop(instruction.chunk))
+
+
+def recv_chunk_activation(
+    engine: InfiniPipeEngine, instruction: Instruction, position: int
+) -> None:
+    """Post the receive; `forward_chunk` waits for it."""
+    step = engine.enter(instruction, position)
+    engine.activations_in.post_receive(instruction.chunk, *step.wire_format(instruction.chunk))
+
+
+def send_chunk_gradient(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Hand the gradient of a chunk's input to the previous stage."""
+    step = engine.enter(instruction, position)
+    engine.gradients_out.send(instruction.chunk, step.gradients.pop(instruction.chunk))
+
+
+def recv_chunk_gradient(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Post the receive; `backward_chunk` waits for it."""
+    step = engine.enter(instruction, position)
+    engine.gradients_in.post_receive(instruction.chunk, *step.wire_format(instruction.chunk))
+
+
+def step_plan(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Complete the step's gradients, then DeepSpeed's own clipping, optimizer and scheduler."""
+    step = engine.enter(instruction, position)
+    step.check_complete()
+    engine.drain()
+    engine.sharding.finish_gradients(engine.module.tied_parameter, engine.grid.tied_pg)
+    for hook in engine.before_step_hooks:
+        hook(engine)
+    engine.step_optimizer()

@@ -1,0 +1,133 @@
+"""`ds_infinipipe.initialize`: DeepSpeed's entry point, for an InfiniPipeModule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ds_infinipipe.config import derive_deepspeed_config, sequences_per_step
+from ds_infinipipe.data.sampler import SequenceSampler
+from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.module import InfiniPipeModule
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: InfiniPipeModule | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[torch.nn.Parameter] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[InfiniPipeEngine, Any, Any, Any]:
+    """Same arguments and return tuple as `deepspeed.initialize`.
+
+    `training_data` is a map-style dataset whose items have `input_ids`; its batches of
+    `train_batch_size` sequences are drawn as the section's `data` settings say. Returns engine,
+    optimizer, training data loader and learning-rate scheduler. Raises ConfigError for arguments
+    that mean nothing here and for a configuration other than the model's.
+    """
+    _refuse("mpu", mpu, "the module brings its own process grid")
+    _refuse("mesh_param", mesh_param, "set infinipipe.parallel in the configuration")
+    if not isinstance(model, InfiniPipeModule):
+        raise ConfigError(
+            f"model is {type(model).__name__}; ds_infinipipe.initialize takes an InfiniPipeModule: "
+            "model = ds_infinipipe.InfiniPipeModule(config)"
+        )
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
+    if given is None:
+        raise ConfigError("no configuration: pass config=, or args with deepspeed_config")
+    whole = read_deepspeed_json(given)
+    derived = derive_deepspeed_config(whole, dist.get_world_size())
+    if derived != model.deepspeed_config:
+        raise ConfigError(
+            "the configuration given to initialize differs from the one the InfiniPipeModule was "
+            "built with; pass the same to both"
+        )
+    engine = _build_engine(
+        model, derived, sequences_per_step(whole), args, optimizer, model_parameters, lr_scheduler
+    )
+    loader = None
+    if training_data is not None:
+        loader = StepLoader(training_data, engine, collate_fn)
+        engine.training_dataloader = loader
+        engine.set_batches(loader)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _build_engine(
+    model: InfiniPipeModule,
+    derived: Mapping[str, Any],
+    num_sequences: int,
+    args: Any,
+    optimizer: Any,
+    model_parameters: Iterable[torch.nn.Parameter] | None,
+    lr_scheduler: Any,
+) -> InfiniPipeEngine:
+    mpu = model.mpu()
+    parameters = list(model.parameters()) if model_parameters is None else model_parameters
+    # DeepSpeed edits what it is given, and reads args.deepspeed_config where there are args
+    settings = read_deepspeed_json(derived)
+    return InfiniPipeEngine(
+        model=model,
+        sequences_per_step=num_sequences,
+        args=None,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=False,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+    )
+
+
+class StepLoader:
+    """Endless batches of a dataset, the same on every rank; `sampler` keeps the position."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        engine: InfiniPipeEngine,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        data = engine.settings.data
+        with raise_together("the training data"):
+            size = len(dataset)
+            self.sampler = SequenceSampler(
+                size,
+                engine.sequences_per_step,
+                seed=data.seed,
+                shuffle=data.shuffle,
+                drop_last=data.drop_last,
+            )
+        self._dataset = dataset
+        self._collate = collate_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        for ids in self.sampler:
+            samples = [self._dataset[i] for i in ids]
+            yield samples if self._collate is None else self._collate(samples)
+
+
+def _refuse(name: str, value: Any, why: str) -> None:
+    if value is not None:
+        raise ConfigError(f"{name} is not used: {why}")

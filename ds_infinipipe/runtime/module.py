@@ -1,0 +1,226 @@
+"""A Hugging Face decoder as a PipelineModule: one stage per node, sharded inside the stage."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
+from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.hf import load_hf_config
+from ds_infinipipe.model.layers import (
+    EMBEDDING_NAME,
+    DecoderLayer,
+    EmbeddingLayer,
+    HeadLayer,
+    hf_names,
+)
+from ds_infinipipe.model.weights import check_weights, init_parameter, load_weights
+from ds_infinipipe.planner.specs import ModelSpec, make_layout
+from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
+from ds_infinipipe.runtime.surface import check_surface, skip_shared_memory_build
+
+__all__ = ["InfiniPipeModule", "init_distributed"]
+
+logger = logging.getLogger(__name__)
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group of the launcher, each operation on it limited to `timeout_s`."""
+    check_surface()
+    skip_shared_memory_build()
+    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+
+
+class InfiniPipeModule(PipelineModule):
+    """Stage `s` of the model on every rank of stage `s`.
+
+    `config` is the DeepSpeed JSON (path or dictionary) with its `"infinipipe"` section, which names
+    the model and the layout. Layer 0 is the embedding, then the decoder layers, then the head
+    (final norm, lm_head and loss). `dtype` overrides the training dtype for exactness checks;
+    float64 needs ZeRO stage 0. Raises ConfigError on every rank where model and layout do not fit.
+    """
+
+    def __init__(
+        self, config: str | Path | Mapping[str, Any], *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.settings = InfiniPipeConfig.from_deepspeed(config)
+        init_distributed(self.settings.runtime.timeout_s)
+        whole = read_deepspeed_json(config)
+        world_size = dist.get_world_size()
+        self.deepspeed_config = derive_deepspeed_config(whole, world_size)
+        self.zero_stage = int(self.deepspeed_config["zero_optimization"]["stage"])
+        self.dtype = _training_dtype(self.deepspeed_config, self.zero_stage, dtype)
+        self.hf_config = load_hf_config(self.settings.model.load_hf_config())
+        self.spec = _spec_for(self.settings, self.dtype)
+        pp, sp, dp = self.settings.parallel.resolve(world_size)
+        self.layout = make_layout(self.spec, pp, sp, dp)
+        specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
+        specs += [LayerSpec(DecoderLayer, self.hf_config, i) for i in range(self.spec.num_layers)]
+        specs.append(LayerSpec(HeadLayer, self.hf_config))
+        topology = PipeDataParallelTopology(num_pp=pp, num_dp=sp * dp)
+        with contextlib.redirect_stdout(io.StringIO()):  # the base class prints its partition
+            super().__init__(specs, topology=topology)
+        self._mark_parameters()
+        self._fill_parameters()
+
+    @property
+    def grid(self) -> InfiniPipeGrid:
+        return self._grid
+
+    @property
+    def is_tied_across_stages(self) -> bool:
+        """True when embedding and head are two copies of one weight on different stages."""
+        return self.spec.tied_embeddings and self.layout.pp > 1
+
+    @property
+    def tied_parameter(self) -> torch.nn.Parameter | None:
+        """This stage's copy of a weight tied across stages, if it has one."""
+        if not self.is_tied_across_stages:
+            return None
+        for layer in self.forward_funcs:
+            if isinstance(layer, EmbeddingLayer):
+                return layer.embed_tokens.weight
+            if isinstance(layer, HeadLayer):
+                return layer.lm_head.weight
+        return None
+
+    def hf_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This stage's parameters under their names in a Hugging Face checkpoint."""
+        seen = set()
+        for layer in self.forward_funcs:
+            for name, parameter in _named(layer).items():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """Bounds from the layout; the embedding is on the first stage, the head on the last."""
+        counts = list(self.layout.stage_layers)
+        counts[0] += 1
+        counts[-1] += 1
+        self.parts = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+        stage = self._grid.get_stage_id()
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def _build(self) -> None:
+        timeout = timedelta(seconds=self.settings.runtime.timeout_s)
+        self._grid = adopt_grid(self._grid, self.layout.sp, timeout)
+        with _default_dtype(self.dtype), self._sharded_construction():
+            super()._build()
+        if self.spec.tied_embeddings and self.layout.pp == 1:
+            self.forward_funcs[-1].lm_head.weight = self.forward_funcs[0].embed_tokens.weight
+
+    def _sharded_construction(self) -> contextlib.AbstractContextManager[Any]:
+        if self.zero_stage != 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.Init(
+            data_parallel_group=self._grid.get_data_parallel_group(),
+            config_dict_or_path=self.deepspeed_config,
+            mpu=self._grid,
+        )
+
+    def _mark_parameters(self) -> None:
+        """Make every stage's parameters count in the gradient norm, a tied weight only once.
+
+        DeepSpeed counts a parameter on model-parallel rank 0 only unless it is marked; here that
+        group is the pipeline column, whose ranks hold different parameters.
+        """
+        second_copy = self.tied_parameter if self._grid.is_last_stage else None
+        for parameter in self.parameters():
+            parameter.model_parallel = parameter is not second_copy
+
+    def _fill_parameters(self) -> None:
+        """Weights from the folder, or random ones that depend only on name and seed."""
+        folder = self.settings.model.path
+        if folder is not None:
+            wanted = {name: _full_shape(p) for name, p in self.hf_parameters()}
+            with raise_together(f"loading {folder}"):
+                check_weights(folder, wanted)
+        for layer in self.forward_funcs:
+            named = _named(layer)
+            with self._writable(list(named.values())) as is_writer:
+                if is_writer:
+                    self._fill_layer(folder, named)
+
+    @contextlib.contextmanager
+    def _writable(self, parameters: list[torch.nn.Parameter]) -> Iterator[bool]:
+        """Parameters as whole tensors; True on the ranks whose writes are kept."""
+        if self.zero_stage != 3:
+            with torch.no_grad():
+                yield True
+            return
+        # modifier_rank is a rank of the shard group, not of the world
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            yield self._grid.get_data_parallel_id() == 0
+
+    def _fill_layer(self, folder: str | None, named: Mapping[str, torch.nn.Parameter]) -> None:
+        if folder is None:
+            for name, parameter in named.items():
+                init_parameter(
+                    name,
+                    parameter.data,
+                    seed=self.settings.model.seed,
+                    std=self.hf_config.initializer_range,
+                    zero_row=self.hf_config.pad_token_id if name == EMBEDDING_NAME else None,
+                )
+            return
+        for name, tensor in load_weights(folder, {n: _full_shape(p) for n, p in named.items()}):
+            named[name].data.copy_(tensor)
+
+
+def _named(layer: Any) -> dict[str, torch.nn.Parameter]:
+    names = hf_names(layer)
+    return {names[name]: parameter for name, parameter in layer.named_parameters()}
+
+
+def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _training_dtype(
+    config: Mapping[str, Any], zero_stage: int, dtype: torch.dtype | None
+) -> torch.dtype:
+    is_bf16 = bool(config.get("bf16", {}).get("enabled"))
+    chosen = dtype or (torch.bfloat16 if is_bf16 else torch.float32)
+    if chosen == torch.bfloat16 and not is_bf16:
+        raise ConfigError(
+            'dtype is bfloat16, but the configuration lacks "bf16": {"enabled": true}'
+        )
+    if zero_stage == 0 and chosen == torch.bfloat16:
+        raise ConfigError(
+            "bf16 needs master weights, which ZeRO stage 0 does not keep here: set "
+            "zero_optimization.stage to 3, or train in fp32"
+        )
+    if zero_stage == 3 and chosen == torch.float64:
+        raise ConfigError("float64 needs zero_optimization.stage 0: ZeRO-3 keeps fp32 masters")
+    return chosen
+
+
+def _spec_for(settings: InfiniPipeConfig, dtype: torch.dtype) -> ModelSpec:
+    return replace(settings.model.load_spec(), dtype_bytes=dtype.itemsize)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    # zero.Init converts to bf16 itself; building in float64 keeps every rotary table exact
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype == torch.float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

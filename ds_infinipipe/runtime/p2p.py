@@ -1,0 +1,115 @@
+"""Transfers between neighbouring stages: shapes from the plan, no metadata on the wire.
+
+Each direction has a process group of its own and is a first-in-first-out channel between two
+ranks; the verifier has proved that both ends use it in the same order. Sends and receives are
+asynchronous, so neither side of a pair blocks the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from ds_infinipipe.errors import PeerTimeoutError
+
+__all__ = ["Channel"]
+
+
+@dataclass
+class _Transfer:
+    handle: Any
+    tensor: torch.Tensor
+
+
+@dataclass
+class Channel:
+    """One direction between this rank and one peer; `verify` sends a checksum behind each tensor."""
+
+    name: str
+    peer: int
+    pg: Any
+    timeout: timedelta
+    verify: bool = False
+    _sent: list[_Transfer] = field(default_factory=list)
+    _posted: dict[int, list[_Transfer]] = field(default_factory=dict)
+
+    def send(self, chunk: int, tensor: torch.Tensor) -> None:
+        """Start to send; the tensor is kept alive until `drain`, and must not be changed."""
+        for part in self._parts(tensor.contiguous()):
+            handle = torch_dist.isend(part, dst=self.peer, group=self.pg)
+            self._sent.append(_Transfer(handle, part))
+        self._forget_finished()
+
+    def post_receive(
+        self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Post the receive of a chunk's tensor into a fresh buffer."""
+        buffers = [torch.empty(tuple(shape), dtype=dtype, device=device)]
+        if self.verify:
+            buffers.append(torch.empty(1, dtype=torch.float64, device=device))
+        self._posted[chunk] = [
+            _Transfer(torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
+            for buffer in buffers
+        ]
+
+    def wait(self, chunk: int) -> torch.Tensor:
+        """The tensor of a posted receive. Raises PeerTimeoutError where it does not come."""
+        transfers = self._posted.pop(chunk)
+        for transfer in transfers:
+            self._wait(transfer, f"the {self.name} of chunk {chunk}")
+        tensor = transfers[0].tensor
+        if self.verify:
+            self._compare_checksum(chunk, tensor, transfers[1].tensor)
+        return tensor
+
+    def drain(self) -> None:
+        """Wait until everything sent has left; raises PeerTimeoutError otherwise."""
+        while self._sent:
+            self._wait(self._sent[0], f"a sent {self.name} to be taken")
+            self._sent.pop(0)
+
+    def abandon(self) -> None:
+        """Forget all transfers after an error; their peers see the connection close."""
+        self._sent.clear()
+        self._posted.clear()
+
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, _checksum(tensor)] if self.verify else [tensor]
+
+    def _forget_finished(self) -> None:
+        while self._sent and self._sent[0].handle.is_completed():
+            self._sent.pop(0).handle.wait()
+
+    def _wait(self, transfer: _Transfer, what: str) -> None:
+        _wait_or_raise(transfer.handle.wait, self.timeout, f"{what} from or to rank {self.peer}")
+
+    def _compare_checksum(self, chunk: int, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+        found = _checksum(tensor)
+        if not torch.equal(found, expected):
+            raise PeerTimeoutError(
+                f"the {self.name} of chunk {chunk} from rank {self.peer} arrived damaged: checksum "
+                f"{found.item():.17g}, sent {expected.item():.17g}; check the network or memory"
+            )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1).to(torch.float64)
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
+    return (flat * weights.remainder(97.0)).sum().reshape(1)
+
+
+def _wait_or_raise(wait: Callable[[timedelta], Any], timeout: timedelta, what: str) -> None:
+    started = time.monotonic()
+    try:
+        wait(timeout)
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        raise PeerTimeoutError(
+            f"waited {waited:.1f} s for {what} (timeout {timeout.total_seconds():g} s): {error}"
+        ) from error

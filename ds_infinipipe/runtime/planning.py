@@ -1,0 +1,264 @@
+"""Plan the next step in a worker process while the current one trains; all ranks get one plan.
+
+Rank 0 owns the worker, which is torch-free and started by name rather than forked or spawned, so
+the user's script is never imported a second time. A solve under a time limit is not reproducible
+across machines, so it is done once and its bytes are broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from ds_infinipipe import errors
+from ds_infinipipe.errors import InfiniPipeError, PlanMismatchError
+from ds_infinipipe.planner.search import plan_batch
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
+from ds_infinipipe.planner.types import Plan
+
+__all__ = ["PlanService", "PlanWorker", "PlanningReport", "PlanningTask"]
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "ds_infinipipe.planner.worker")
+
+
+@dataclass(frozen=True)
+class PlanningTask:
+    """What does not change from step to step."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    layout: Layout
+    settings: PlannerSettings
+    zero_stage: int
+
+    def request(self, number: int, lengths: Sequence[int]) -> str:
+        """One line for the worker."""
+        body = {
+            "id": number,
+            "lengths": list(lengths),
+            "model": asdict(self.model),
+            "cluster": asdict(self.cluster),
+            "layout": asdict(self.layout),
+            "settings": self.settings.model_dump(),
+            "zero_stage": self.zero_stage,
+        }
+        return json.dumps(body)
+
+    def solve(self, lengths: Sequence[int], *, greedy: bool = False) -> Plan:
+        """Plan in this process; `greedy` skips the integer solver."""
+        settings = self.settings
+        if greedy:
+            settings = settings.model_copy(update={"solver": "greedy"})
+        return plan_batch(
+            lengths,
+            model=self.model,
+            cluster=self.cluster,
+            layout=self.layout,
+            settings=settings,
+            zero_stage=self.zero_stage,
+        )
+
+
+@dataclass(frozen=True)
+class PlanningReport:
+    """How a step's plan came about. `waited_s` is what training stood still for it."""
+
+    solve_s: float
+    waited_s: float
+    is_fallback: bool = False
+
+
+class PlanWorker:
+    """The worker process: one request in flight, answers read by a thread."""
+
+    def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
+        self._command = tuple(command)
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._number = 0
+
+    def submit(self, task: PlanningTask, lengths: Sequence[int]) -> None:
+        """Send a request, starting the process if there is none. Raises OSError if it is gone."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        self._number += 1
+        self._process.stdin.write(task.request(self._number, lengths) + "\n")
+        self._process.stdin.flush()
+
+    def result(self, timeout_s: float) -> dict[str, Any]:
+        """The answer to the last request. TimeoutError if it is late, OSError if the worker died."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"no plan within {timeout_s:g} s") from None
+            if answer is None:
+                raise OSError("the planning worker ended")
+            if answer.get("id") == self._number:
+                return answer
+
+    def stop(self) -> None:
+        """End the process now; the next `submit` starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                _close_quietly(pipe)
+
+    def _start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._answers = queue.Queue()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        thread = threading.Thread(
+            target=_read_answers, args=(self._process.stdout, self._answers), daemon=True
+        )
+        thread.start()
+
+
+def _read_answers(pipe: Any, answers: queue.Queue[dict[str, Any] | None]) -> None:
+    try:
+        for line in pipe:
+            answers.put(json.loads(line))
+    except ValueError as error:  # damaged line, or the pipe was closed under us
+        logger.warning("the planning worker's answer cannot be read: %s", error)
+    answers.put(None)
+
+
+def _close_quietly(pipe: Any) -> None:
+    try:
+        pipe.close()
+    except BrokenPipeError:
+        logger.debug("the planning worker was gone before its pipe was closed")
+
+
+class PlanService:
+    """Hands every rank the plan of a batch; rank 0 solves, ahead of time when it can."""
+
+    def __init__(
+        self,
+        task: PlanningTask,
+        *,
+        pg: Any,
+        asynchronous: bool = True,
+        deadline_s: float = 30.0,
+        worker: PlanWorker | None = None,
+    ) -> None:
+        self._task = task
+        self._pg = pg
+        self._deadline_s = deadline_s
+        self._is_solver = torch_dist.get_rank() == 0
+        self._worker = (worker or PlanWorker()) if self._is_solver and asynchronous else None
+        self._pending: tuple[int, ...] | None = None
+
+    def submit(self, lengths: Sequence[int]) -> None:
+        """Start to solve the next batch; does nothing on ranks other than 0."""
+        if self._worker is None:
+            return
+        try:
+            self._worker.submit(self._task, lengths)
+            self._pending = tuple(lengths)
+        except OSError as error:
+            logger.warning("the planning worker cannot be used (%s); planning in place", error)
+            self._worker.stop()
+
+    def plan_for(self, lengths: Sequence[int]) -> tuple[Plan, PlanningReport]:
+        """The plan of a batch, a collective over all ranks.
+
+        Raises what the planner raised, on every rank, and PlanMismatchError where a rank's batch
+        is not the one that was planned.
+        """
+        payload = self._solve(tuple(lengths)) if self._is_solver else None
+        answer = _broadcast_json(payload, self._pg)
+        if not answer["ok"]:
+            raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
+        plan = Plan.from_json(answer["plan"])
+        self._compare(plan, tuple(lengths))
+        report = PlanningReport(plan.solver.time_s, answer["waited_s"], answer["is_fallback"])
+        return plan, report
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def _solve(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        started = time.perf_counter()
+        pending, self._pending = self._pending, None
+        answer: dict[str, Any] | None = None
+        is_fallback = False
+        if pending == lengths and self._worker is not None:
+            answer = self._await_worker()
+            is_fallback = answer is None
+        if answer is None:
+            answer = self._solve_here(lengths, greedy=is_fallback)
+        waited_s = time.perf_counter() - started
+        return {**answer, "waited_s": waited_s, "is_fallback": is_fallback}
+
+    def _await_worker(self) -> dict[str, Any] | None:
+        assert self._worker is not None
+        try:
+            return self._worker.result(self._deadline_s)
+        except (TimeoutError, OSError) as error:
+            logger.warning(
+                "planning fell back to the greedy solver in place: %s (deadline %g s)",
+                error,
+                self._deadline_s,
+            )
+            self._worker.stop()
+            return None
+
+    def _solve_here(self, lengths: tuple[int, ...], *, greedy: bool) -> dict[str, Any]:
+        try:
+            plan = self._task.solve(lengths, greedy=greedy)
+        except InfiniPipeError as error:
+            return {"ok": False, "error_type": type(error).__name__, "message": str(error)}
+        return {"ok": True, "plan": plan.to_json()}
+
+    def _compare(self, plan: Plan, lengths: tuple[int, ...]) -> None:
+        differs = torch.tensor([int(plan.lengths != lengths)])
+        torch_dist.all_reduce(differs, group=self._pg)
+        if differs.item():
+            raise PlanMismatchError(
+                f"{differs.item()} of {torch_dist.get_world_size()} ranks hold a batch other than "
+                f"the planned one ({len(plan.lengths)} sequences, {plan.num_tokens} tokens): every "
+                "rank must read the same sequences in the same order; check seeds and samplers"
+            )
+
+
+def _broadcast_json(payload: dict[str, Any] | None, pg: Any) -> dict[str, Any]:
+    data = b"" if payload is None else json.dumps(payload).encode()
+    size = torch.tensor([len(data)])
+    torch_dist.broadcast(size, src=0, group=pg)
+    if payload is None:
+        buffer = torch.empty(int(size.item()), dtype=torch.uint8)
+    else:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    torch_dist.broadcast(buffer, src=0, group=pg)
+    content: dict[str, Any] = json.loads(buffer.numpy().tobytes())
+    return content

@@ -1,0 +1,121 @@
+"""What one step did, against what was predicted."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from ds_infinipipe.planner.types import ChunkKind, Plan
+from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.planning import PlanningReport
+
+__all__ = ["StepReport", "TimeCalibration"]
+
+
+class TimeCalibration:
+    """Ratio of measured to simulated step time over the last steps.
+
+    It corrects what is reported, never what is planned, so plans stay reproducible.
+    """
+
+    def __init__(self, window: int = 8) -> None:
+        self._ratios: deque[float] = deque(maxlen=window)
+
+    @property
+    def factor(self) -> float:
+        """Median ratio; 1 before the first measurement."""
+        return statistics.median(self._ratios) if self._ratios else 1.0
+
+    def add(self, predicted_s: float, measured_s: float) -> None:
+        """Note one step."""
+        if predicted_s > 0:
+            self._ratios.append(measured_s / predicted_s)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Figures of one optimizer step; times in seconds, ratios from 0 to 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    padding_tokens: int
+    sequences: int
+    without_label: int
+    chunks: dict[str, int]
+    pipelines: int
+    recomputed_layers: int
+    elapsed_s: float
+    simulated_s: float
+    predicted_s: float
+    bubble_ratio: float
+    predicted_bubble_ratio: float
+    solve_s: float
+    planning_wait_s: float
+    planning_fallback: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.elapsed_s
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        plan: Plan,
+        batch: StepBatch,
+        planning: PlanningReport | None,
+        elapsed_s: float,
+        busy_share: float,
+        recomputed_layers: int,
+        calibration: float,
+    ) -> StepReport:
+        """`busy_share` is the share of rank-seconds spent computing; the rest is bubble."""
+        kinds = Counter(chunk.kind for chunk in plan.chunks)
+        planning = planning or PlanningReport(plan.solver.time_s, 0.0)
+        return cls(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=batch.num_tokens,
+            padding_tokens=plan.padding_tokens,
+            sequences=len(batch.ids),
+            without_label=batch.num_without_label,
+            chunks={kind.value: kinds[kind] for kind in ChunkKind},
+            pipelines=len(plan.pipelines),
+            recomputed_layers=recomputed_layers,
+            elapsed_s=elapsed_s,
+            simulated_s=plan.predicted.step_time_s,
+            predicted_s=plan.predicted.step_time_s * calibration,
+            bubble_ratio=1.0 - busy_share,
+            predicted_bubble_ratio=plan.predicted.bubble_ratio,
+            solve_s=planning.solve_s,
+            planning_wait_s=planning.waited_s,
+            planning_fallback=planning.is_fallback,
+        )
+
+    def line(self) -> str:
+        """One log line."""
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.chunks.items())
+        return (
+            f"step {self.step} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
+            f"{self.tokens_per_s:,.0f} tokens/s | {self.sequences} sequences, {self.tokens:,} "
+            f"tokens, {self.padding_tokens} padding | {sum(self.chunks.values())} chunks ({kinds}) "
+            f"in {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} | "
+            f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
+            f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "
+            f"{self.predicted_bubble_ratio:.0%}) | {self._planning()}"
+        )
+
+    def _planning(self) -> str:
+        if self.planning_fallback:
+            return f"plan late, fallback after {self.planning_wait_s:.2f} s"
+        # unpacking and handing out a plan takes milliseconds, which nobody would call waiting
+        hidden = self.planning_wait_s < max(0.05, 0.02 * self.elapsed_s)
+        state = "hidden" if hidden else f"waited {self.planning_wait_s:.2f} s"
+        return f"planned in {self.solve_s:.2f} s, {state}"

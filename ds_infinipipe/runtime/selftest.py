@@ -1,0 +1,317 @@
+"""Exactness check: random plans on a tiny model against a plain single-process reference.
+
+Every rank holds the whole Hugging Face model beside its stage, runs the batch sequence by sequence
+through it, and compares loss, every gradient of its stage, and the gradient norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_infinipipe.model.hf import hf_class
+from ds_infinipipe.model.weights import init_parameter
+from ds_infinipipe.planner.random_plans import random_plan
+from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.initialize import initialize
+from ds_infinipipe.runtime.module import InfiniPipeModule
+
+__all__ = ["Case", "StepDifference", "compare_steps", "make_config", "reference_curve"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: model family, layout, precision and the random numbers behind it."""
+
+    model_type: str = "llama"
+    pp: int = 2
+    sp: int = 2
+    zero_stage: int = 3
+    float64: bool = False
+    tied: bool = False
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    vocab_size: int = 97
+    max_tokens: int = 60
+    num_sequences: int = 8
+    steps: int = 3
+    seed: int = 0
+    alignment: int = 1
+    loss_block_tokens: int = 7
+    learning_rate: float = 1e-3
+    clip: float = 0.3
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """Differences of one step: absolute for the loss, relative to the largest entry for gradients
+    (the worst parameter's), relative for the norm."""
+
+    step: int
+    loss: float
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    norm: float
+    norm_error: float
+    chunks: int
+    pipelines: int
+    recomputed_layers: int
+
+
+def make_config(case: Case) -> dict[str, Any]:
+    """The DeepSpeed JSON of a case."""
+    hf_config = {
+        "model_type": case.model_type,
+        "hidden_size": 8 * case.num_heads,
+        "intermediate_size": 48,
+        "num_hidden_layers": case.num_layers,
+        "num_attention_heads": case.num_heads,
+        "num_key_value_heads": case.num_kv_heads,
+        "head_dim": 8,
+        "vocab_size": case.vocab_size,
+        "max_position_embeddings": 4 * case.max_tokens,
+        "tie_word_embeddings": case.tied,
+        "initializer_range": 0.1,
+    }
+    if case.model_type == "mistral":
+        hf_config["sliding_window"] = None
+    return {
+        "train_batch_size": case.num_sequences,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": case.learning_rate, "weight_decay": 0.01},
+        },
+        "gradient_clipping": case.clip,
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {
+            "stage": case.zero_stage,
+            "stage3_param_persistence_threshold": 40,
+            "reduce_bucket_size": 6000,
+        },
+        "infinipipe": {
+            "model": {"config": hf_config, "seed": case.seed},
+            "parallel": {"pp": case.pp, "sp": case.sp},
+            "planner": {
+                "alignment": case.alignment,
+                "loss_block_tokens": case.loss_block_tokens,
+            },
+            "planning": {"asynchronous": False},
+            "runtime": {"timeout_s": 120.0},
+        },
+    }
+
+
+def compare_steps(case: Case) -> list[StepDifference]:
+    """Run the case on this rank of an initialised process group; a plan per step, all different.
+
+    Before each step the reference takes over the engine's weights, so that each step is compared at
+    equal weights.
+    """
+    engine = build_engine(case)
+    with _exact_norms(engine, case):
+        reference = Reference(engine, case)
+        rng = np.random.default_rng(case.seed)
+        try:
+            return [_compare_step(engine, reference, case, rng, s) for s in range(case.steps)]
+        finally:
+            engine.close()
+
+
+def reference_curve(case: Case) -> tuple[list[float], list[float]]:
+    """Losses of the engine and of an independent reference trained beside it."""
+    engine = build_engine(case)
+    with _exact_norms(engine, case):
+        reference = Reference(engine, case)
+        reference.copy_weights(engine)
+        rng = np.random.default_rng(case.seed)
+        mine, theirs = [], []
+        try:
+            for _ in range(case.steps):
+                batch = random_batch(case, rng)
+                theirs.append(reference.run(batch)[0])
+                reference.step()
+                mine.append(float(engine.train_plan(draw_plan(engine, case, batch, rng), batch)))
+        finally:
+            engine.close()
+        return mine, theirs
+
+
+def build_engine(case: Case) -> InfiniPipeEngine:
+    """Model and engine of a case."""
+    config = make_config(case)
+    module = InfiniPipeModule(config, dtype=case.dtype)
+    return initialize(model=module, config=config)[0]
+
+
+def random_batch(case: Case, rng: np.random.Generator) -> StepBatch:
+    """Sequences of odd lengths; some labels are masked."""
+    samples = []
+    for _ in range(int(rng.integers(2, case.num_sequences + 1))):
+        ids = rng.integers(0, case.vocab_size, size=int(rng.integers(2, case.max_tokens + 1)))
+        labels = np.where(rng.random(len(ids)) < 0.1, IGNORE_INDEX, ids)
+        labels[-1] = ids[-1]  # at least one label
+        samples.append({"input_ids": ids, "labels": labels})
+    return StepBatch.from_samples(samples, 4 * case.max_tokens, case.vocab_size)
+
+
+def draw_plan(
+    engine: InfiniPipeEngine, case: Case, batch: StepBatch, rng: np.random.Generator
+) -> Plan:
+    """A random plan for a batch; every rank draws the same one."""
+    return random_plan(
+        batch.lengths,
+        rng,
+        model=engine.module.spec,
+        cluster=engine.settings.load_cluster(),
+        layout=engine.module.layout,
+        alignment=case.alignment,
+        zero_stage=case.zero_stage,
+        loss_block_tokens=case.loss_block_tokens,
+    )
+
+
+class Reference:
+    """The Hugging Face model in one process, one sequence at a time, with torch's AdamW."""
+
+    def __init__(self, engine: InfiniPipeEngine, case: Case) -> None:
+        module = engine.module
+        fields = module.settings.model.load_hf_config()
+        hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        self.model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=case.dtype, attn_implementation="sdpa"
+        )
+        self._parameters = dict(self.model.named_parameters())
+        for name, parameter in self._parameters.items():
+            init_parameter(name, parameter.data, seed=case.seed, std=hf_config.initializer_range)
+        self._clip = case.clip
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=case.learning_rate, weight_decay=0.01
+        )
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Gradient of a parameter by its Hugging Face name."""
+        gradient = self._parameters[name].grad
+        assert gradient is not None
+        return gradient
+
+    def copy_weights(self, engine: InfiniPipeEngine) -> None:
+        """Take over the engine's weights: each stage broadcasts its own to all ranks."""
+        mine = {name: full_weight(engine, p) for name, p in engine.module.hf_parameters()}
+        everyone: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        torch.distributed.all_gather_object(everyone, mine)
+        with torch.no_grad():
+            for weights in everyone:
+                for name, tensor in weights.items():
+                    self._parameters[name].copy_(tensor)
+
+    def run(self, batch: StepBatch) -> tuple[float, float]:
+        """Loss and gradient norm of a batch; gradients stay in the model."""
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for ids, labels in zip(batch.ids, batch.labels, strict=True):
+            logits = self.model(torch.from_numpy(ids)[None]).logits[0]
+            loss = F.cross_entropy(
+                logits, torch.from_numpy(labels), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+            (loss / batch.num_labels).backward()
+            total += float(loss.detach()) / batch.num_labels
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return total, float(torch.nn.utils.get_total_norm(gradients))
+
+    def step(self) -> None:
+        """Clip and step."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+
+
+def full_weight(engine: InfiniPipeEngine, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A whole parameter, a collective over the stage under ZeRO-3."""
+    if engine.module.zero_stage == 3:
+        return safe_get_full_fp32_param(parameter).detach().clone()
+    return parameter.detach().clone()
+
+
+def _compare_step(
+    engine: InfiniPipeEngine,
+    reference: Reference,
+    case: Case,
+    rng: np.random.Generator,
+    step: int,
+) -> StepDifference:
+    batch = random_batch(case, rng)
+    plan = draw_plan(engine, case, batch, rng)
+    if step:
+        reference.copy_weights(engine)
+    wanted_loss, wanted_norm = reference.run(batch)
+    errors: dict[str, float] = {}
+    engine.before_step_hooks[:] = [lambda e: errors.update(_gradient_errors(e, reference))]
+    loss = float(engine.train_plan(plan, batch))
+    report = engine.report
+    assert report is not None
+    worst = max(errors, key=lambda name: errors[name])
+    return StepDifference(
+        step=step,
+        loss=loss,
+        loss_error=abs(loss - wanted_loss),
+        gradient_error=errors[worst],
+        worst_parameter=worst,
+        norm=report.grad_norm,
+        norm_error=abs(report.grad_norm - wanted_norm) / wanted_norm,
+        chunks=len(plan.chunks),
+        pipelines=len(plan.pipelines),
+        recomputed_layers=report.recomputed_layers,
+    )
+
+
+def _gradient_errors(engine: InfiniPipeEngine, reference: Reference) -> dict[str, float]:
+    errors = {}
+    for name, parameter in engine.module.hf_parameters():
+        wanted = reference.gradient(name)
+        found = engine.sharding.full_gradient(parameter)
+        scale = max(float(wanted.abs().max()), 1e-12)
+        errors[name] = float((found - wanted).abs().max()) / scale
+    return errors
+
+
+@contextlib.contextmanager
+def _exact_norms(engine: InfiniPipeEngine, case: Case) -> Iterator[None]:
+    """In float64 keep the model's norms in float64, for engine and reference alike.
+
+    Hugging Face norms compute in float32, whose rounding would hide errors above 1e-10.
+    """
+    norm = hf_class(engine.module.hf_config, "RMSNorm")
+    original = norm.forward
+    if case.float64:
+        norm.forward = _float64_norm
+    try:
+        yield
+    finally:
+        norm.forward = original
+
+
+def _float64_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    variance = hidden.square().mean(-1, keepdim=True)
+    scaled: torch.Tensor = norm.weight * (hidden * torch.rsqrt(variance + norm.variance_epsilon))
+    return scaled
+
+
+def worst(differences: Sequence[StepDifference]) -> StepDifference:
+    """The step with the largest gradient error."""
+    return max(differences, key=lambda d: d.gradient_error)

@@ -1,0 +1,166 @@
+"""Who holds a stage's parameters between instructions, and how gradients leave a chunk.
+
+`Zero3Sharding` keeps DeepSpeed's stage-3 optimizer for partitions, master weights, clipping and the
+step, but removes its module hooks and calls gather, release and reduce itself. The hooks assume one
+fixed order of one forward and one backward per micro-batch; here several chunks are in flight and
+the order changes each step, under which the hooks deadlock (they broadcast on the world group) or
+lose gradients silently. `ReplicatedSharding` is ZeRO-0: nothing is partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_grad
+
+from ds_infinipipe.runtime.surface import check_zero3_optimizer
+
+__all__ = ["ReplicatedSharding", "Sharding", "Zero3Sharding"]
+
+Layers = Sequence[Sequence[torch.nn.Parameter]]
+
+
+class Sharding(Protocol):
+    """What the executor calls, in the same order on all ranks of a stage."""
+
+    loss_multiplier: float
+    """Factor on the loss that undoes averaging over the shard group."""
+    counts: dict[str, int]
+    """Collectives started since the engine was built, by kind."""
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+
+    def prefetch(self, layer: int) -> None:
+        """Start to gather a layer's parameters."""
+
+    def fetch(self, layer: int) -> None:
+        """Make a layer's parameters usable, waiting for a prefetch if there was one."""
+
+    def release(self, layer: int) -> None:
+        """Drop the gathered parameters of a layer."""
+
+    def reduce(self, layer: int) -> None:
+        """Take the layer's fresh gradients out of `.grad` for reduction."""
+
+    def flush(self) -> None:
+        """Reduce what is pending; needed before a parameter gets its next gradient."""
+
+    def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
+        """Complete the gradients of the step; `tied` is this stage's copy of a tied weight."""
+
+    def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The whole gradient, a collective over the stage; call before the optimizer steps."""
+
+
+class Zero3Sharding:
+    """Explicit gather, release and reduce on DeepSpeed's stage-3 optimizer."""
+
+    def __init__(self, optimizer: Any, layers: Layers, shard_size: int) -> None:
+        check_zero3_optimizer(optimizer)
+        self._optimizer = optimizer
+        self._layers = [list(parameters) for parameters in layers]
+        self._in_flight: dict[int, Any] = {}
+        self.loss_multiplier = float(shard_size)  # reduce-scatter divides by the group size
+        self.counts = {"gather": 0, "reduce": 0}
+        optimizer.parameter_offload._remove_module_hooks()
+        for hook in [*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks]:
+            hook.remove()
+
+    def begin_step(self) -> None:
+        # The optimizer copies a partition when micro_step_id is 0 and adds otherwise. Parameters
+        # get their first gradient of a step at different flushes (the head's come in a forward),
+        # so always add, onto zeros.
+        self._optimizer.grad_partitions_flat_buffer.zero_()
+        self._optimizer.micro_step_id = 1
+        self._optimizer._epilogue_ran_this_backward = False
+
+    def prefetch(self, layer: int) -> None:
+        if layer in self._in_flight:
+            return
+        missing = [p for p in self._layers[layer] if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            self._in_flight[layer] = missing[0].all_gather_coalesced(missing)
+            self.counts["gather"] += 1
+
+    def fetch(self, layer: int) -> None:
+        self.prefetch(layer)
+        handle = self._in_flight.pop(layer, None)
+        if handle is not None:
+            handle.wait()
+
+    def release(self, layer: int) -> None:
+        for parameter in self._layers[layer]:
+            if not parameter.ds_persist and parameter.ds_status == ZeroParamStatus.AVAILABLE:
+                parameter.partition()
+
+    def reduce(self, layer: int) -> None:
+        for parameter in self._layers[layer]:
+            if parameter.grad is not None:
+                self._optimizer.reduce_ready_partitions_and_remove_grads(parameter)
+
+    def flush(self) -> None:
+        self._optimizer.independent_gradient_partition_epilogue()
+        self._optimizer._epilogue_ran_this_backward = False
+        self._optimizer.micro_step_id += 1
+        self.counts["reduce"] += 1
+
+    def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
+        if tied is None:
+            return
+        for group, parameters in enumerate(self._optimizer.fp16_groups):
+            for place, parameter in enumerate(parameters):
+                if parameter is tied:
+                    # both copies are partitioned alike, so partitions pair up by shard index
+                    partition = self._optimizer.averaged_gradients[group][place]
+                    dist.all_reduce(partition, group=tied_pg)
+
+    def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        return safe_get_full_grad(parameter)
+
+
+class ReplicatedSharding:
+    """ZeRO-0: every rank of a stage holds all parameters; gradients are summed once per step."""
+
+    def __init__(self, layers: Layers, shard_pg: Any) -> None:
+        unique = {id(p): p for parameters in layers for p in parameters}
+        self._parameters = list(unique.values())
+        self._shard_pg = shard_pg
+        self.loss_multiplier = 1.0
+        self.counts = {"gather": 0, "reduce": 0}
+
+    def begin_step(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def prefetch(self, layer: int) -> None:
+        """Parameters are always here."""
+
+    def fetch(self, layer: int) -> None:
+        """Parameters are always here."""
+
+    def release(self, layer: int) -> None:
+        """Parameters stay."""
+
+    def reduce(self, layer: int) -> None:
+        """Gradients accumulate in `.grad` until the end of the step."""
+
+    def flush(self) -> None:
+        """Nothing is pending before the end of the step."""
+
+    def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._shard_pg)
+            self.counts["reduce"] += 1
+        if tied is not None:
+            dist.all_reduce(tied.grad, group=tied_pg)
+
+    def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        assert parameter.grad is not None
+        return parameter.grad

@@ -1,0 +1,116 @@
+"""State of one optimizer step on one rank: the plan, the batch, arenas, and what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.types import Instruction, Plan, Span, Timeline
+from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.executor import ChunkInput
+
+if TYPE_CHECKING:
+    from ds_infinipipe.runtime.engine import InfiniPipeEngine
+
+__all__ = ["StepState"]
+
+
+class StepState:
+    """Built from the plan at the start of a step; empty again at its end, or the step fails."""
+
+    def __init__(self, engine: InfiniPipeEngine, plan: Plan, batch: StepBatch) -> None:
+        self._engine = engine
+        self.plan = plan
+        self.batch = batch
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.spans: list[Span] = []
+        self.position = -1
+        self.instruction: Instruction | None = None
+        self._arenas: dict[int, SequenceArena] = {}
+        self._started = time.perf_counter()
+
+    def chunk_input(self, chunk: int) -> ChunkInput:
+        """Tokens or received activations of a chunk, with its attention geometry."""
+        engine, shape = self._engine, self.plan.chunks[chunk]
+        sp_rank, sp_size = engine.sp_rank, engine.sp_size
+        given = ChunkInput(self._context(chunk))
+        if engine.is_first_stage():
+            given.ids_T = self.batch.chunk_ids(shape, sp_rank, sp_size).to(engine.device)
+        else:
+            given.hidden_1TE = engine.activations_in.wait(chunk)
+        if engine.is_last_stage():
+            given.labels_T = self.batch.chunk_labels(shape, sp_rank, sp_size).to(engine.device)
+        return given
+
+    def wire_format(self, chunk: int) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
+        """Shape `[1, T / sp, E]`, dtype and device of a chunk's activations and gradients."""
+        engine = self._engine
+        tokens = self.plan.chunks[chunk].padded_tokens // engine.sp_size
+        return (1, tokens, engine.module.spec.hidden_size), engine.module.dtype, engine.device
+
+    @contextmanager
+    def span(self, instruction: Instruction) -> Iterator[None]:
+        """Time a compute instruction; waiting for its input is not part of it."""
+        start = time.perf_counter() - self._started
+        yield
+        end = time.perf_counter() - self._started
+        stage = self._engine.stage_id
+        self.spans.append(Span(stage, instruction.op, instruction.chunk, start, end))
+
+    def finish_chunk(self, chunk: int) -> None:
+        """After a chunk's backward: its sequence's arena must be gone with the first slice."""
+        shape = self.plan.chunks[chunk]
+        if shape.keeps_kv and shape.context_len == 0:
+            arena = self._arenas.pop(shape.slices[0].sequence)
+            if not arena.is_empty:
+                raise ScheduleError(
+                    f"the K/V arena of sequence {shape.slices[0].sequence} still holds "
+                    f"{arena.live_bytes} bytes after its first slice's backward (chunk {chunk})"
+                )
+
+    def check_complete(self) -> None:
+        """Nothing may be left over before the optimizer steps; raises ScheduleError."""
+        leftovers = {
+            "chunks without backward": self._engine.executor.chunks_in_flight,
+            "outputs not sent": tuple(self.outputs),
+            "gradients not sent": tuple(self.gradients),
+            "arenas of sequences": tuple(self._arenas),
+        }
+        found = {what: ids for what, ids in leftovers.items() if ids}
+        if found:
+            raise ScheduleError(f"the step ends with work left over: {found}")
+
+    def busy_s(self) -> float:
+        """Seconds this rank computed."""
+        return sum(s.end_s - s.start_s for s in self.spans)
+
+    def timeline(self) -> Timeline:
+        """What this rank computed when, from the start of its step to now."""
+        elapsed_s, busy_s = time.perf_counter() - self._started, self.busy_s()
+        return Timeline(tuple(self.spans), elapsed_s, 1.0 - busy_s / elapsed_s, (busy_s,))
+
+    def _context(self, chunk: int) -> ChunkContext:
+        engine, shape = self._engine, self.plan.chunks[chunk]
+        arena = None
+        if shape.keeps_kv:
+            sequence = shape.slices[0].sequence
+            if sequence not in self._arenas:
+                self._arenas[sequence] = SequenceArena(self.plan.lengths[sequence])
+            arena = self._arenas[sequence]
+        return ChunkContext.from_chunk(
+            shape,
+            arena,
+            engine.sequence_pg,
+            rotary=engine.rotary,
+            device=engine.device,
+            dtype=engine.module.dtype,
+            attention_impl=engine.attention_impl,
+        )

@@ -1,0 +1,153 @@
+"""The private DeepSpeed surface this package touches, asserted and adapted in one place.
+
+DeepSpeed promises nothing about these names, so `check_surface` compares them with what the
+installed version has before any engine is built, and the error names the version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from packaging.version import Version
+
+from ds_infinipipe.errors import ConfigError
+
+__all__ = [
+    "SUPPORTED_DEEPSPEED",
+    "SUPPORTED_TORCH",
+    "allow_zero3_with_pipeline",
+    "check_surface",
+    "check_zero3_optimizer",
+    "skip_shared_memory_build",
+]
+
+SUPPORTED_DEEPSPEED = ("0.19.8", "0.20")
+SUPPORTED_TORCH = ("2.11", "2.14")
+
+# class or module -> names used by this package and not part of DeepSpeed's public interface
+_CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
+    PipelineEngine: (
+        "_INSTRUCTION_MAP",
+        "_aggregate_total_loss",
+        "_exec_optimizer_step",
+        "_exec_schedule",
+        "_take_model_step",
+        "_train_schedule",
+        "clip_fp32_gradients",
+    ),
+    PipelineModule: ("_build", "_partition_layers", "_set_bounds"),
+    DeepSpeedZeroOptimizer_Stage3: (
+        "independent_gradient_partition_epilogue",
+        "reduce_ready_partitions_and_remove_grads",
+    ),
+    DeepSpeedZeRoOffload: ("_remove_module_hooks",),
+    pipe_engine: ("ZeroStageEnum",),
+    partition_parameters: ("ZeroParamStatus", "GatheredParameters"),
+}
+
+_OPTIMIZER_ATTRIBUTES = (
+    "_epilogue_ran_this_backward",
+    "_grad_acc_hooks",
+    "_leaf_module_hooks",
+    "averaged_gradients",
+    "fp16_groups",
+    "grad_partitions_flat_buffer",
+    "micro_step_id",
+    "parameter_offload",
+)
+
+
+@functools.cache
+def check_surface() -> None:
+    """Raise ConfigError where torch or DeepSpeed is out of range or lacks a name we rely on."""
+    _check_version("deepspeed", deepspeed.__version__, SUPPORTED_DEEPSPEED)
+    _check_version("torch", torch.__version__, SUPPORTED_TORCH)
+    missing = [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, names in _CLASS_SURFACE.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    _refuse_missing(missing)
+
+
+def check_zero3_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError where a built stage-3 optimizer lacks what the sharding driver uses.
+
+    Also asserts DeepSpeed's memory-saving `linear`: the plain one saves an alias of the gathered
+    weight for backward, so that every chunk in flight would pin a full copy of the layer.
+    """
+    _refuse_missing(
+        [
+            f"stage-3 optimizer.{name}"
+            for name in _OPTIMIZER_ATTRIBUTES
+            if not hasattr(optimizer, name)
+        ]
+    )
+    installed = torch.nn.functional.linear
+    if getattr(installed, "__name__", "") != "zero3_linear_wrap":
+        raise ConfigError(
+            f"torch.nn.functional.linear is {installed!r}, not DeepSpeed's zero3_linear_wrap: each "
+            "chunk in flight would keep gathered weights alive; remove 'memory_efficient_linear': "
+            "false from zero_optimization, or whatever replaced the function"
+        )
+
+
+def _check_version(package: str, version: str, supported: tuple[str, str]) -> None:
+    low, high = supported
+    if not Version(low) <= Version(Version(version).base_version) < Version(high):
+        raise ConfigError(
+            f"{package} {version} is installed, ds_infinipipe needs >= {low} and < {high}: "
+            f"pip install '{package}>={low},<{high}'"
+        )
+
+
+def _refuse_missing(missing: list[str]) -> None:
+    if missing:
+        raise ConfigError(
+            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}, which ds_infinipipe "
+            f"builds on; use deepspeed >= {SUPPORTED_DEEPSPEED[0]}, < {SUPPORTED_DEEPSPEED[1]}"
+        )
+
+
+@contextlib.contextmanager
+def allow_zero3_with_pipeline() -> Iterator[None]:
+    """Lift PipelineEngine's refusal of ZeRO-2/3 for the length of its constructor.
+
+    The base class reads the module-global `ZeroStageEnum` once, in that assertion. It refuses
+    because hooks would repeat the collectives per micro-batch and lose gradients; our sharding
+    driver removes those hooks and places every gather and reduction itself.
+    """
+    original = pipe_engine.ZeroStageEnum
+    pipe_engine.ZeroStageEnum = SimpleNamespace(gradients=original.max_stage + 1)
+    try:
+        yield
+    finally:
+        pipe_engine.ZeroStageEnum = original
+
+
+def skip_shared_memory_build() -> None:
+    """On a CPU keep `init_distributed` from compiling DeepSpeed's shared-memory all-reduce.
+
+    Only inference uses it. Building takes minutes, a killed build leaves a lock that hangs every
+    later run, and under the deepspeed launcher it leaves 69 MB per rank in shared memory. The
+    module must be looked up in sys.modules: its attribute on the package is torch itself.
+    """
+    if get_accelerator().device_name() == "cpu":
+        import deepspeed.comm.torch  # noqa: F401
+
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
