@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,6 +31,13 @@ ATTENTION_NAME = "infinipipe"
 """What transformers calls our attention in `config._attn_implementation`."""
 
 _CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
 # "dynamic" and "longrope" change their frequencies with the longest sequence of a forward call,
 # so a slice would be rotated differently from its whole sequence
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -48,9 +56,12 @@ def load_hf_config(source: str | Path | Mapping[str, Any] | PreTrainedConfig) ->
             f"model type {kind!r} is not supported; supported are "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
+    absent = [name for name in _REQUIRED if name not in values]
+    if absent:  # transformers would fill in the sizes of its own default model
+        raise ConfigError(f"the {kind} config lacks {', '.join(absent)}; give a complete one")
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"transformers cannot read this {kind} config: {error}") from error
     _check(config)
     config._attn_implementation = ATTENTION_NAME

@@ -1,0 +1,98 @@
+"""Which Hugging Face configs are accepted, and what is said about the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hf_reference import tiny_config
+from transformers import LlamaConfig
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.hf import load_hf_config
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_supported_model_is_read(kind: str) -> None:
+    config = load_hf_config(tiny_config(kind))
+    assert config.model_type == kind
+    assert (config.hidden_size, config.num_key_value_heads, config.vocab_size) == (32, 2, 50)
+
+
+def test_a_folder_a_file_its_content_and_a_config_are_the_same(tmp_path: Path) -> None:
+    values = tiny_config("llama", hidden_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    given = LlamaConfig(**{k: v for k, v in values.items() if k != "model_type"})
+    for source in (tmp_path, tmp_path / "config.json", str(tmp_path), values, given):
+        assert load_hf_config(source).hidden_size == 64
+    assert given._attn_implementation != "infinipipe"
+    assert values["model_type"] == "llama"
+
+
+def test_rope_settings_of_older_configs_are_understood() -> None:
+    old = tiny_config("llama", rope_theta=5e5)
+    old["rope_scaling"] = {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    rope = load_hf_config(old).rope_parameters
+    assert rope["rope_type"] == "llama3" and rope["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gpt2", {}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("mistral", {"sliding_window": 64}, "sliding_window 64 is shorter than .* 256"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "sliding_window to null",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ("llama", {"pad_token_id": 50}, "pad_token_id 50 is outside the vocabulary of 50"),
+        ("llama", {"num_attention_heads": "many"}, "cannot read this llama config"),
+    ],
+)
+def test_a_model_that_would_not_train_exactly_is_refused(
+    kind: str, changes: dict, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_hf_config(tiny_config(kind, **changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mistral", {"sliding_window": 256}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
+    ],
+)
+def test_a_window_that_never_hides_a_token_is_accepted(kind: str, changes: dict) -> None:
+    assert load_hf_config(tiny_config(kind, **changes)).model_type == kind
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model config at .*config\.json"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "is not JSON"), ("[]", "one JSON object")])
+def test_a_damaged_config_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_hf_config(tmp_path)
+
+
+def test_missing_sizes_are_not_filled_in() -> None:
+    values = tiny_config("llama")
+    del values["intermediate_size"], values["vocab_size"]
+    with pytest.raises(ConfigError, match="lacks intermediate_size, vocab_size"):
+        load_hf_config(values)
