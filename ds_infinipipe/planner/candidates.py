@@ -1,0 +1,164 @@
+"""One K at a time: its chunks, what they cost, and their pipelines (paper III-B, III-C)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel
+from ds_infinipipe.planner.grouping import partition_classes, slice_classes
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.order import forward_order
+from ds_infinipipe.planner.recompute import RecomputeSolution, solve_recompute
+from ds_infinipipe.planner.rows import (
+    ChunkBytes,
+    PipelineMemory,
+    measure_chunks,
+    pipeline_memory,
+)
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.types import Chunk
+
+__all__ = ["Candidate", "Chunking", "SolvedPipeline"]
+
+
+@dataclass(frozen=True)
+class SolvedPipeline:
+    """A pipeline's orders and memory, with its recompute counts."""
+
+    memory: PipelineMemory
+    solution: RecomputeSolution
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Pipelines for one chunking and their proxy time, Eq. 13 plus the steady work."""
+
+    chunking: Chunking
+    pipelines: tuple[SolvedPipeline, ...]
+    proxy_s: float
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """The chunks of one K with their costs and bytes, ready to be grouped.
+
+    `k` is the number of slices asked for the longest sequence.
+    """
+
+    k: int
+    chunks: tuple[Chunk, ...]
+    memory: MemoryModel
+    costs: ChunkCosts
+    limit_bytes: int
+    settings: PlannerSettings
+
+    @classmethod
+    def of(
+        cls,
+        k: int,
+        chunks: tuple[Chunk, ...],
+        cost: CostModel,
+        memory: MemoryModel,
+        limit_bytes: int,
+        settings: PlannerSettings,
+    ) -> Chunking:
+        return cls(k, chunks, memory, cost.chunk_costs(chunks), limit_bytes, settings)
+
+    @cached_property
+    def figures(self) -> ChunkBytes:
+        return measure_chunks(self.memory, self.memory.layout, self.chunks)
+
+    @cached_property
+    def steady_s(self) -> float:
+        """Sum of T_tot over the chunks, on the average stage."""
+        work = self.costs.forward_s + self.costs.backward_s
+        return float(work.mean(axis=0).sum())
+
+    @property
+    def overhead_s(self) -> float:
+        """delta of Eq. 13: warm-up and cool-down of one pipeline, (pp - 1) * mean T_tot."""
+        return (self.memory.layout.pp - 1) * self.steady_s / len(self.chunks)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """The proxy of one pipeline without any recomputation."""
+        return self.steady_s + self.overhead_s
+
+    def pipeline(self, members: Sequence[int]) -> PipelineMemory:
+        return pipeline_memory(
+            self.chunks, members, self.memory.layout, self.memory.static_bytes, self.figures
+        )
+
+    def solve(self, members: Sequence[int], below_s: float = math.inf) -> SolvedPipeline | None:
+        """Algorithm 2 for these chunks; None if they do not fit or T_ckpt cannot be below."""
+        memory = self.pipeline(members)
+        cutoff = below_s / self._layer_s(members)
+        solution = solve_recompute(memory, self.limit_bytes, self.settings, cutoff)
+        return None if solution is None else SolvedPipeline(memory, solution)
+
+    def recompute_s(self, solved: SolvedPipeline) -> float:
+        """T_ckpt of Eq. 17: mean time of one recomputed layer times the sum of C."""
+        return self._layer_s(solved.memory.forward) * solved.solution.total
+
+    def _layer_s(self, members: Sequence[int]) -> float:
+        return float(np.mean(self.costs.recompute_s[list(members)]))
+
+    def group(self, below_s: float = math.inf) -> Candidate | None:
+        """Best grouping of Eq. 14 by proxy; None if none fits or none has a proxy below."""
+        classes = slice_classes(self.chunks)
+        solved: dict[tuple[int, int], SolvedPipeline] = {}
+
+        def recompute_s(first: int, end: int, limit_s: float) -> float | None:
+            members = [c for members in classes[first:end] for c in members]
+            answer = self.solve(members, limit_s)
+            if answer is None:
+                return None
+            solved[first, end] = answer
+            return self.recompute_s(answer)
+
+        found = partition_classes(
+            len(classes), self.overhead_s, recompute_s, below_s - self.steady_s
+        )
+        if found is None:
+            return None
+        cost_s, runs = found
+        # longest sequences first between pipelines as within them
+        pipelines = tuple(solved[run] for run in reversed(runs))
+        return Candidate(self, pipelines, self.steady_s + cost_s)
+
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """What cannot be parted: a cut sequence's chunks, or one batched chunk; longest first."""
+        blocks: dict[int, list[int]] = {}
+        for chunk in forward_order(self.chunks, range(len(self.chunks))):
+            blocks.setdefault(self.chunks[chunk].slices[0].sequence, []).append(chunk)
+        return tuple(tuple(block) for block in blocks.values())
+
+    def fits(self, members: Sequence[int]) -> bool:
+        """Whether any allowed recomputation makes one pipeline of these chunks fit."""
+        greedy = self.settings.model_copy(update={"solver": "greedy"})
+        return solve_recompute(self.pipeline(members), self.limit_bytes, greedy) is not None
+
+    def split_apart(self) -> Candidate | None:
+        """Blocks join the open pipeline, longest first, while it fits; None if one alone does not.
+
+        The last resort where no grouping by slice counts fits. Deviation: the paper never parts
+        sequences of equal slice count.
+        """
+        groups: list[tuple[int, ...]] = []
+        for block in self.blocks():
+            if groups and self.fits(groups[-1] + block):
+                groups[-1] += block
+            elif self.fits(block):
+                groups.append(block)
+            else:
+                return None
+        pipelines = [self.solve(group) for group in groups]
+        kept = tuple(pipeline for pipeline in pipelines if pipeline is not None)
+        recompute_s = sum(self.recompute_s(pipeline) for pipeline in kept)
+        proxy_s = self.steady_s + len(kept) * self.overhead_s + recompute_s
+        return Candidate(self, kept, proxy_s) if len(kept) == len(groups) else None

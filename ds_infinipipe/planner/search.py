@@ -1,0 +1,216 @@
+"""Lengths of one batch to a verified plan: the one door to the planner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from numbers import Integral
+
+from ds_infinipipe.errors import DataError
+from ds_infinipipe.planner.candidates import Candidate, Chunking
+from ds_infinipipe.planner.chunking import chunk_sequences
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
+from ds_infinipipe.planner.lower import lower_plan
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.order import stage_operations, window_size
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.simulate import simulate
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
+from ds_infinipipe.planner.types import (
+    Instruction,
+    Op,
+    PipelinePlan,
+    Plan,
+    Prediction,
+    SolverStats,
+)
+from ds_infinipipe.planner.verify import verify_plan
+
+__all__ = ["plan_batch"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def plan_batch(
+    lengths: Sequence[int],
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    settings: PlannerSettings | None = None,
+    zero_stage: int = 3,
+) -> Plan:
+    """Plan one optimizer step over sequences of `lengths` tokens; verified before it is returned.
+
+    For every K up to the slice limit: chunks by Algorithm 1, pipelines by Eq. 14, recomputation by
+    Algorithm 2. The K with the smallest proxy of Eq. 13 plus steady work is executed, as in the
+    paper. The same arguments always give the same plan.
+
+    Raises DataError for an empty batch or a length below 1, InfeasiblePlanError where no plan fits
+    the memory limit.
+    Deviation: K is not tried where even without recomputation its proxy could not win.
+    """
+    started_s = time.perf_counter()
+    settings = settings or PlannerSettings()
+    batch = _checked(lengths)
+    limit_bytes = settings.memory_limit_bytes(cluster)
+    cost = CostModel(model, cluster, layout, zero_stage)
+    memory = MemoryModel(
+        model, layout, zero_stage=zero_stage, loss_block_tokens=settings.loss_block_tokens
+    )
+    check_states(memory, limit_bytes)
+    chunkings = _chunkings(batch, cost, memory, limit_bytes, settings)
+    note = ""
+    candidate = _cheapest(chunkings)
+    if candidate is None:
+        note = "no grouping by slice counts fits; sequences of equal slice count were parted"
+        candidate = _first_that_fits(chunkings)
+    if candidate is None:
+        raise infeasible_plan(chunkings, batch, settings)
+    plan = _assemble(candidate, batch, model, cluster, zero_stage, note, started_s)
+    verify_plan(plan)
+    return plan
+
+
+def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
+    if len(lengths) == 0:
+        raise DataError("the batch is empty: a plan needs at least one sequence")
+    for index, length in enumerate(lengths):
+        if not isinstance(length, Integral) or length < 1:
+            raise DataError(
+                f"sequence {index} of the batch has length {length!r}; "
+                "lengths must be whole numbers of at least 1 token"
+            )
+    return tuple(int(length) for length in lengths)
+
+
+def _chunkings(
+    lengths: tuple[int, ...],
+    cost: CostModel,
+    memory: MemoryModel,
+    limit_bytes: int,
+    settings: PlannerSettings,
+) -> tuple[Chunking, ...]:
+    """Algorithm 1 for every K; a K that cuts like a smaller one is left out."""
+    token_limit = None if settings.token_limit == "auto" else settings.token_limit
+    found: dict[object, Chunking] = {}
+    for k in range(1, settings.slice_limit(memory.layout.pp) + 1):
+        chunks = chunk_sequences(
+            lengths,
+            k,
+            cost,
+            memory,
+            limit_bytes,
+            settings.alignment,
+            memory.layout.sp,
+            token_limit,
+        )
+        if chunks not in found:
+            found[chunks] = Chunking.of(k, chunks, cost, memory, limit_bytes, settings)
+    return tuple(found.values())
+
+
+def _cheapest(chunkings: Sequence[Chunking]) -> Candidate | None:
+    """The candidate with the smallest proxy; ties go to the smaller lower bound, then K."""
+    best: Candidate | None = None
+    for chunking in sorted(chunkings, key=lambda c: (c.lower_bound_s, c.k)):
+        if best is not None and chunking.lower_bound_s >= best.proxy_s:
+            break
+        below_s = float("inf") if best is None else best.proxy_s
+        best = chunking.group(below_s) or best
+    return best
+
+
+def _first_that_fits(chunkings: Sequence[Chunking]) -> Candidate | None:
+    apart = (c.split_apart() for c in chunkings)
+    return min((c for c in apart if c is not None), key=lambda c: c.proxy_s, default=None)
+
+
+def _assemble(
+    candidate: Candidate,
+    lengths: tuple[int, ...],
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    zero_stage: int,
+    note: str,
+    started_s: float,
+) -> Plan:
+    chunking = candidate.chunking
+    layout, settings = chunking.memory.layout, chunking.settings
+    pipelines = tuple(
+        PipelinePlan(
+            solved.memory.forward,
+            solved.memory.backward,
+            tuple(tuple(int(c) for c in row) for row in solved.solution.counts(solved.memory)),
+            solved.memory.num_split,
+        )
+        for solved in candidate.pipelines
+    )
+    operations = [_stage_operations(pipelines, layout, stage) for stage in range(layout.pp)]
+    streams = lower_plan(pipelines, chunking.chunks, layout, operations)
+    predicted = _predict(candidate, streams)
+    return Plan(
+        model=model,
+        cluster=cluster,
+        layout=layout,
+        lengths=lengths,
+        alignment=settings.alignment,
+        memory_limit_bytes=chunking.limit_bytes,
+        chunks=chunking.chunks,
+        pipelines=pipelines,
+        streams=streams,
+        predicted=predicted,
+        solver=_solver_stats(candidate, note, time.perf_counter() - started_s),
+        zero_stage=zero_stage,
+        loss_block_tokens=settings.loss_block_tokens,
+    )
+
+
+def _stage_operations(
+    pipelines: Sequence[PipelinePlan], layout: Layout, stage: int
+) -> tuple[tuple[Op, int], ...]:
+    """Pipelines run one after the other; their gradients accumulate into one step."""
+    return tuple(
+        operation
+        for p in pipelines
+        for operation in stage_operations(
+            p.forward, p.backward, window_size(layout.pp, stage, p.num_split)
+        )
+    )
+
+
+def _predict(candidate: Candidate, streams: Sequence[Sequence[Instruction]]) -> Prediction:
+    costs = candidate.chunking.costs
+    timeline = simulate(
+        streams,
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        recompute_s=costs.recompute_s,
+        p2p_s=costs.p2p_s,
+    )
+    peaks = [
+        solved.memory.peaks(solved.solution.counts(solved.memory)) for solved in candidate.pipelines
+    ]
+    return Prediction(
+        timeline.makespan_s,
+        timeline.bubble_ratio,
+        tuple(int(max(stage)) for stage in zip(*peaks, strict=True)),
+    )
+
+
+def _solver_stats(candidate: Candidate, note: str, time_s: float) -> SolverStats:
+    solutions = [solved.solution for solved in candidate.pipelines]
+    total = sum(solution.total for solution in solutions)
+    bound = sum(solution.bound for solution in solutions)
+    statuses = [solution.status for solution in solutions]
+    status = next((s for s in ("fallback", "feasible") if s in statuses), "optimal")
+    return SolverStats(
+        mode=candidate.chunking.settings.mode,
+        k=candidate.chunking.k,
+        status=status,
+        gap=(total - bound) / total if total else 0.0,
+        time_s=time_s,
+        note=note,
+    )
