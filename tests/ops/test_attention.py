@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -198,6 +202,63 @@ def test_auto_falls_back_to_sdpa_in_float32_on_cuda() -> None:
 def test_an_implementation_that_cannot_run_is_refused(impl: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve_attention(impl, CPU, torch.bfloat16)
+
+
+def _check_kernel_call(impl: str) -> None:
+    segments = Segments((0, 5, 12), (0, 8, 15))
+    qkv = tuple(t.detach() for t in _qkv(segments, (4, 2)))
+    got = IMPLEMENTATIONS[impl](*qkv, segments, SCALE)
+    assert torch.equal(got, IMPLEMENTATIONS["naive"](*qkv, segments, SCALE))
+
+
+def test_flash_attn_is_called_causal_with_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False,
+    ):  # fmt: skip
+        assert causal and dropout_p == 0.0 and (max_seqlen_q, max_seqlen_k) == (7, 8)
+        bounds = Segments(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()))
+        return IMPLEMENTATIONS["naive"](q, k, v, bounds, softmax_scale)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    _check_kernel_call("flash_attn")
+
+
+def _varlen_211(  # type: ignore[no-untyped-def]
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+    window_size=(-1, -1),
+):  # fmt: skip
+    assert window_size == (-1, 0) and (max_q, max_k) == (7, 8)
+    bounds = Segments(tuple(cu_seq_q.tolist()), tuple(cu_seq_k.tolist()))
+    return IMPLEMENTATIONS["naive"](query, key, value, bounds, scale)
+
+
+def _varlen_213(query, key, value, *args, enable_gqa=False, **kwargs):  # type: ignore[no-untyped-def]
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return _varlen_211(query, key, value, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kernel", [_varlen_211, _varlen_213])
+def test_torch_varlen_is_called_causal_with_both_signatures(
+    kernel: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_infinipipe.ops import attention
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    attention._varlen_knows_gqa.cache_clear()
+    try:
+        _check_kernel_call("torch_varlen")
+    finally:
+        attention._varlen_knows_gqa.cache_clear()
+
+
+def test_the_installed_varlen_attn_takes_our_arguments() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    call = inspect.signature(varlen_attn).bind(*"qkvab", 7, 8, scale=1.0, window_size=(-1, 0))
+    assert call.arguments["max_k"] == 8
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

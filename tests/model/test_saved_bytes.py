@@ -1,0 +1,61 @@
+"""What a decoder layer really keeps for its backward, against the planner's memory model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hf_reference import tiny_config
+from torch import Tensor
+
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.hf import load_hf_config, make_rotary
+from ds_infinipipe.model.layers import DecoderLayer
+from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.specs import make_layout, model_from_hf
+from ds_infinipipe.planner.types import Chunk, Slice
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
+CHUNKS = {
+    "batched": Chunk((Slice(0, 0, 40, True), Slice(1, 0, 20, True)), padding=4),
+    "split": Chunk((Slice(0, 16, 64, False),)),
+    "hybrid": Chunk((Slice(0, 16, 48, True), Slice(1, 0, 12, True)), padding=4),
+}
+
+
+def _kept_bytes(layer: DecoderLayer, context: ChunkContext, x: Tensor) -> int:
+    """Bytes of all storages saved in forward, without parameters, rotary tables and the arena."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x.requires_grad_(), context)
+    shared = [*layer.parameters(), *context.cos_sin]
+    if context.arena is not None:
+        rows = context.arena._layers[0]
+        shared += [rows.key_NKD, rows.value_NKD]
+    elsewhere = {t.untyped_storage().data_ptr() for t in shared}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(size for pointer, size in storages.items() if pointer not in elsewhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_the_memory_model_knows_what_a_layer_keeps(
+    kind: str, chunk: str, dtype: torch.dtype
+) -> None:
+    values = tiny_config(kind, **SIZES)
+    config, shape = load_hf_config(values), CHUNKS[chunk]
+    arena = SequenceArena(80) if shape.keeps_kv else None
+    if arena is not None:
+        earlier = torch.zeros(shape.context_len, 2, 16, dtype=dtype)
+        arena.write(earlier, earlier, 0, 0)
+    context = ChunkContext.from_chunk(
+        shape, arena, None, rotary=make_rotary(config, "cpu"), device="cpu", dtype=dtype
+    )
+    layer = DecoderLayer(config, 0).to(dtype)
+    kept = _kept_bytes(layer, context, torch.randn(1, shape.padded_tokens, 64).to(dtype))
+    spec = replace(model_from_hf(values), dtype_bytes=dtype.itemsize)
+    predicted = MemoryModel(spec, make_layout(spec, 1, 1)).saved_bytes(shape)
+    assert 0.85 * predicted < kept < 1.02 * predicted
