@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up the development environment and runs every check; arguments go to pytest.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
+
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+ruff check
+ruff format --check
+lint-imports
+mypy
+pytest "$@"

@@ -1,0 +1,114 @@
+"""Hydra composes the same JSON that people write, and a multirun predicts each of its points."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_infinipipe.cli import main
+from ds_infinipipe.cli.config import compose_config, config_text
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUPS = ("model", "data", "cluster", "layout", "deepspeed", "planner", "experiment")
+CHOICES = [
+    (group, file.stem) for group in GROUPS for file in sorted((ROOT / "configs" / group).glob("*"))
+]
+
+
+def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ds_infinipipe", "sweep", "-m", *arguments]
+    return subprocess.run(
+        [*command, f"hydra.sweep.dir={folder}/out", "sweep.lengths=github-b:40"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_of_every_group_composes_a_valid_json(group: str, choice: str) -> None:
+    more = ["data.path=x"] if (group, choice) == ("data", "folder") else []
+    more = [f"infinipipe.{m}" for m in more]
+    config = compose_config([f"{group}={choice}", *more])
+    assert InfiniPipeConfig.from_deepspeed(config).model.config is not None
+    assert config["train_batch_size"] >= 1
+
+
+def test_the_committed_quickstart_is_what_hydra_composes() -> None:
+    committed = (ROOT / "configs" / "json" / "quickstart.json").read_text()
+    composed = config_text(compose_config(["experiment=quickstart"]))
+    assert committed == composed, "run: infinipipe config experiment=quickstart -o configs/json/..."
+
+
+def test_values_and_groups_are_overridden(tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    overrides = ["model=llama_tiny", "planner=full_recompute", "train_batch_size=3"]
+    overrides += ["infinipipe.parallel.pp=4", "+infinipipe.planner.alignment=8"]
+    assert main(["config", "-o", str(out), *overrides]) == 0
+    config = InfiniPipeConfig.from_deepspeed(out)
+    assert config.planner.recompute == "full"
+    assert (config.parallel.pp, config.planner.alignment) == (4, 8)
+    assert config.model.load_spec().num_kv_heads == 4
+    assert json.loads(out.read_text())["train_batch_size"] == 3
+
+
+def test_an_experiment_has_the_last_word_but_one(tmp_path: Path) -> None:
+    steps = InfiniPipeConfig.from_deepspeed(
+        compose_config(["experiment=quickstart"])
+    ).training.steps
+    assert steps != InfiniPipeConfig().training.steps
+    changed = compose_config(["experiment=quickstart", "infinipipe.training.steps=3"])
+    assert InfiniPipeConfig.from_deepspeed(changed).training.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model=gpt9", "Could not find 'model/gpt9'"),
+        ("infinipipe.planner.recompte=full", "Could not override"),
+        ("+infinipipe.planner.recompte=full", "did you mean 'recompute'?"),
+        ("data=folder", "infinipipe.data.path"),
+        ("planner", "missing EQUAL"),
+    ],
+)
+def test_wrong_overrides_are_one_paragraph(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config([override])
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_multirun_over_two_planner_settings_predicts_both(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "planner=adaptive,full_recompute", "infinipipe.data.context_length=2048")
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads((tmp_path / f"out/{i}/prediction.json").read_text()) for i in (0, 1)]
+    assert [o["status"] for o in outcomes] == ["planned", "planned"]
+    assert outcomes[0]["tokens"] == outcomes[1]["tokens"]
+    assert outcomes[0]["recomputed_layers"] < outcomes[1]["recomputed_layers"]
+    assert outcomes[0]["step_time_s"] < outcomes[1]["step_time_s"]
+    assert outcomes[0]["peak_bytes"] > outcomes[1]["peak_bytes"]
+    table = done.stdout[done.stdout.rindex("point ") :]
+    assert "planner=full_recompute" in table
+    written = InfiniPipeConfig.from_deepspeed(tmp_path / "out/1/deepspeed.json")
+    assert written.planner.recompute == "full"
+
+
+def test_a_point_without_a_plan_is_a_result_of_the_sweep(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "+infinipipe.planner.memory_limit_gib=0.001,4.0")
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads((tmp_path / f"out/{i}/prediction.json").read_text()) for i in (0, 1)]
+    assert [o["status"] for o in outcomes] == ["infeasible", "planned"]
+    assert outcomes[0]["reason"]
+
+
+def test_a_wrong_sweep_is_exit_code_2(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "planner=adaptive,magic")
+    assert done.returncode == 2
+    assert "Could not find 'planner/magic'" in done.stderr
+    assert "Traceback" not in done.stderr
