@@ -140,7 +140,8 @@ def _check_heads(model: ModelSpec, sp: int) -> None:
     if heads == kv_heads:
         return  # multi-head attention: the heads are padded up to a multiple of sp
     if heads % sp or (kv_heads % sp and sp % kv_heads):
-        fits = [d for d in range(1, heads + 1) if heads % d == 0 and not (kv_heads % d and d % kv_heads)]
+        divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+        fits = [d for d in divisors if kv_heads % d == 0 or d % kv_heads == 0]
         raise ConfigError(
             f"sp {sp} cannot share {heads} attention heads and {kv_heads} key/value heads of "
             f"{model.name} evenly: use sp in {fits}"
@@ -205,7 +206,8 @@ def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
     kind = config.get("model_type")
     if kind not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
-            f"model type {kind!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+            f"model type {kind!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
     try:
         heads = int(config["num_attention_heads"])
