@@ -43,14 +43,14 @@ class RankFailure(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, grace_s: float = 1.0
 ) -> list[Any]:
     """Call `fn(rank, *args)` on every rank of a fresh gloo group; returns the results by rank.
 
     `fn` must be importable (a module-level function). The first rank that raises ends the others:
     its exception is raised here, caused by a RankFailure with the rank's traceback. Raises
     TimeoutError naming the missing ranks when `timeout` seconds pass; each rank then has its
-    stacks on stderr.
+    stacks on stderr. After a failure the other ranks have `grace_s` seconds to end by themselves.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -74,7 +74,7 @@ def run_ranks(
     finally:
         for connection in connections:
             connection.close()  # a finished rank waits for this before it leaves its peers
-        _end(processes)
+        _end(processes, grace_s)
 
 
 def _free_port() -> int:
@@ -108,7 +108,7 @@ def _collect(connections: list[Connection], deadline: float, timeout: float) -> 
     return [results[rank] for rank in range(len(connections))]
 
 
-def _end(processes: list[Any], grace_s: float = 1.0) -> None:
+def _end(processes: list[Any], grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -54,8 +54,8 @@ class StepBatch:
             total += count
         if not ids:
             raise DataError(
-                f"none of the {without_label} sequences of this batch has a label: a sequence needs "
-                "two tokens, and labels that are not all -100; check the data or its masks"
+                f"none of the {without_label} sequences of this batch has a label: a sequence "
+                "needs two tokens, and labels that are not all -100; check the data or its masks"
             )
         return cls(tuple(ids), tuple(labels), total, without_label)
 

@@ -31,7 +31,7 @@ from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.module import InfiniPipeModule
-from ds_infinipipe.runtime.p2p import Channel
+from ds_infinipipe.runtime.p2p import Channel, transport_reason
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
@@ -276,13 +276,19 @@ class InfiniPipeEngine(PipelineEngine):
         self.executor.abandon()
         for channel in self._channels():
             channel.abandon()
-        if isinstance(error, PeerTimeoutError) or _is_peer_failure(error):
-            peers = sorted({c.peer for c in self._channels()} - {self.global_rank})
-            raise PeerTimeoutError(
-                f"{where} stopped at {at}: {error}. Its neighbours are ranks {peers}, its stage is "
-                f"ranks {self.grid.sequence_ranks}; look at the first of them that failed"
-            ) from error
-        logger.error("%s failed at %s: %s", where, at, error)
+        if isinstance(error, PeerTimeoutError):
+            reason = str(error)
+        elif _is_peer_failure(error):
+            peers = [r for r in self.grid.sequence_ranks if r != self.global_rank]
+            reason = f"in a collective with its stage's ranks {peers}: {transport_reason(error)}"
+        else:
+            logger.error("%s failed at %s: %s", where, at, error)
+            return
+        neighbours = sorted({c.peer for c in self._channels()} - {self.global_rank})
+        raise PeerTimeoutError(
+            f"{where} stopped at {at}, {reason}. Its neighbours in the pipeline are ranks "
+            f"{neighbours}; look at the first rank that failed"
+        ) from error
 
     def _channels(self) -> Iterator[Channel]:
         yield from (

@@ -7,8 +7,10 @@ asynchronous, so neither side of a pair blocks the other.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,7 +20,10 @@ import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import PeerTimeoutError
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "transport_reason"]
+
+# gloo puts its source file before the reason and advice after it
+_GLOO_REASON = re.compile(r"^(?:\[[^]]*\] )?(.*?)(?:\. This is typically caused.*)?$", re.DOTALL)
 
 
 @dataclass
@@ -29,7 +34,7 @@ class _Transfer:
 
 @dataclass
 class Channel:
-    """One direction between this rank and one peer; `verify` sends a checksum behind each tensor."""
+    """One direction between this rank and one peer; `verify` sends checksums along."""
 
     name: str
     peer: int
@@ -41,10 +46,11 @@ class Channel:
 
     def send(self, chunk: int, tensor: torch.Tensor) -> None:
         """Start to send; the tensor is kept alive until `drain`, and must not be changed."""
-        for part in self._parts(tensor.contiguous()):
-            handle = torch_dist.isend(part, dst=self.peer, group=self.pg)
-            self._sent.append(_Transfer(handle, part))
-        self._forget_finished()
+        with self._naming(f"sending the {self.name} of chunk {chunk}"):
+            for part in self._parts(tensor.contiguous()):
+                handle = torch_dist.isend(part, dst=self.peer, group=self.pg)
+                self._sent.append(_Transfer(handle, part))
+            self._forget_finished()
 
     def post_receive(
         self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -53,16 +59,17 @@ class Channel:
         buffers = [torch.empty(tuple(shape), dtype=dtype, device=device)]
         if self.verify:
             buffers.append(torch.empty(1, dtype=torch.float64, device=device))
-        self._posted[chunk] = [
-            _Transfer(torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
-            for buffer in buffers
-        ]
+        with self._naming(f"posting the receive of the {self.name} of chunk {chunk}"):
+            self._posted[chunk] = [
+                _Transfer(torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
+                for buffer in buffers
+            ]
 
     def wait(self, chunk: int) -> torch.Tensor:
         """The tensor of a posted receive. Raises PeerTimeoutError where it does not come."""
         transfers = self._posted.pop(chunk)
         for transfer in transfers:
-            self._wait(transfer, f"the {self.name} of chunk {chunk}")
+            self._wait(transfer, f"waiting for the {self.name} of chunk {chunk}")
         tensor = transfers[0].tensor
         if self.verify:
             self._compare_checksum(chunk, tensor, transfers[1].tensor)
@@ -71,7 +78,7 @@ class Channel:
     def drain(self) -> None:
         """Wait until everything sent has left; raises PeerTimeoutError otherwise."""
         while self._sent:
-            self._wait(self._sent[0], f"a sent {self.name} to be taken")
+            self._wait(self._sent[0], f"waiting until a sent {self.name} is taken")
             self._sent.pop(0)
 
     def abandon(self) -> None:
@@ -87,7 +94,20 @@ class Channel:
             self._sent.pop(0).handle.wait()
 
     def _wait(self, transfer: _Transfer, what: str) -> None:
-        _wait_or_raise(transfer.handle.wait, self.timeout, f"{what} from or to rank {self.peer}")
+        with self._naming(what):
+            transfer.handle.wait(self.timeout)
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Turn a transport error into one that names the peer, the chunk and the time waited."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerTimeoutError(
+                f"{what}, peer rank {self.peer}, for {time.monotonic() - started:.1f} s (timeout "
+                f"{self.timeout.total_seconds():g} s): {transport_reason(error)}"
+            ) from error
 
     def _compare_checksum(self, chunk: int, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         found = _checksum(tensor)
@@ -104,12 +124,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (flat * weights.remainder(97.0)).sum().reshape(1)
 
 
-def _wait_or_raise(wait: Callable[[timedelta], Any], timeout: timedelta, what: str) -> None:
-    started = time.monotonic()
-    try:
-        wait(timeout)
-    except RuntimeError as error:
-        waited = time.monotonic() - started
-        raise PeerTimeoutError(
-            f"waited {waited:.1f} s for {what} (timeout {timeout.total_seconds():g} s): {error}"
-        ) from error
+def transport_reason(error: Exception) -> str:
+    """What gloo or NCCL says happened, without source lines and advice."""
+    match = _GLOO_REASON.match(str(error))
+    return match.group(1) if match else str(error)

@@ -102,7 +102,7 @@ class PlanWorker:
         self._process.stdin.flush()
 
     def result(self, timeout_s: float) -> dict[str, Any]:
-        """The answer to the last request. TimeoutError if it is late, OSError if the worker died."""
+        """The answer to the last request; TimeoutError if late, OSError if the worker died."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -223,15 +223,19 @@ class PlanService:
     def _await_worker(self) -> dict[str, Any] | None:
         assert self._worker is not None
         try:
-            return self._worker.result(self._deadline_s)
+            answer = self._worker.result(self._deadline_s)
         except (TimeoutError, OSError) as error:
-            logger.warning(
-                "planning fell back to the greedy solver in place: %s (deadline %g s)",
-                error,
-                self._deadline_s,
-            )
+            logger.warning("%s; the greedy solver takes over in place", error)
             self._worker.stop()
             return None
+        if not answer["ok"] and answer["error_type"] not in errors.__all__:
+            logger.warning(
+                "the planning worker failed with %s: %s; the greedy solver takes over in place",
+                answer["error_type"],
+                answer["message"],
+            )
+            return None
+        return answer
 
     def _solve_here(self, lengths: tuple[int, ...], *, greedy: bool) -> dict[str, Any]:
         try:

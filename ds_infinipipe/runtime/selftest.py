@@ -6,7 +6,11 @@ through it, and compares loss, every gradient of its stage, and the gradient nor
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import logging
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +29,22 @@ from ds_infinipipe.planner.types import Plan
 from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
+from ds_infinipipe.runtime.local_ranks import run_local_ranks
 from ds_infinipipe.runtime.module import InfiniPipeModule
 
-__all__ = ["Case", "StepDifference", "compare_steps", "make_config", "reference_curve"]
+__all__ = [
+    "FLOAT32_LIMIT",
+    "FLOAT64_LIMIT",
+    "Case",
+    "StepDifference",
+    "compare_steps",
+    "main",
+    "make_config",
+    "reference_curve",
+]
+
+FLOAT64_LIMIT = 1e-10
+FLOAT32_LIMIT = 1e-5
 
 
 @dataclass(frozen=True)
@@ -127,9 +144,8 @@ def compare_steps(case: Case) -> list[StepDifference]:
     engine = build_engine(case)
     with _exact_norms(engine, case):
         reference = Reference(engine, case)
-        rng = np.random.default_rng(case.seed)
         try:
-            return [_compare_step(engine, reference, case, rng, s) for s in range(case.steps)]
+            return [_compare_step(engine, reference, case, step) for step in range(case.steps)]
         finally:
             engine.close()
 
@@ -140,14 +156,13 @@ def reference_curve(case: Case) -> tuple[list[float], list[float]]:
     with _exact_norms(engine, case):
         reference = Reference(engine, case)
         reference.copy_weights(engine)
-        rng = np.random.default_rng(case.seed)
         mine, theirs = [], []
         try:
-            for _ in range(case.steps):
-                batch = random_batch(case, rng)
+            for step in range(case.steps):
+                batch = random_batch(case, step)
                 theirs.append(reference.run(batch)[0])
                 reference.step()
-                mine.append(float(engine.train_plan(draw_plan(engine, case, batch, rng), batch)))
+                mine.append(float(engine.train_plan(draw_plan(engine, case, batch, step), batch)))
         finally:
             engine.close()
         return mine, theirs
@@ -155,13 +170,18 @@ def reference_curve(case: Case) -> tuple[list[float], list[float]]:
 
 def build_engine(case: Case) -> InfiniPipeEngine:
     """Model and engine of a case."""
-    config = make_config(case)
-    module = InfiniPipeModule(config, dtype=case.dtype)
+    return engine_from_config(make_config(case), case.dtype)
+
+
+def engine_from_config(config: dict[str, Any], dtype: torch.dtype) -> InfiniPipeEngine:
+    """Model and engine of a configuration."""
+    module = InfiniPipeModule(config, dtype=dtype)
     return initialize(model=module, config=config)[0]
 
 
-def random_batch(case: Case, rng: np.random.Generator) -> StepBatch:
-    """Sequences of odd lengths; some labels are masked."""
+def random_batch(case: Case, step: int) -> StepBatch:
+    """Sequences of odd lengths, the same for every layout; some labels are masked."""
+    rng = np.random.default_rng([case.seed, step])
     samples = []
     for _ in range(int(rng.integers(2, case.num_sequences + 1))):
         ids = rng.integers(0, case.vocab_size, size=int(rng.integers(2, case.max_tokens + 1)))
@@ -171,13 +191,11 @@ def random_batch(case: Case, rng: np.random.Generator) -> StepBatch:
     return StepBatch.from_samples(samples, 4 * case.max_tokens, case.vocab_size)
 
 
-def draw_plan(
-    engine: InfiniPipeEngine, case: Case, batch: StepBatch, rng: np.random.Generator
-) -> Plan:
+def draw_plan(engine: InfiniPipeEngine, case: Case, batch: StepBatch, step: int) -> Plan:
     """A random plan for a batch; every rank draws the same one."""
     return random_plan(
         batch.lengths,
-        rng,
+        np.random.default_rng([case.seed, step, 1]),
         model=engine.module.spec,
         cluster=engine.settings.load_cluster(),
         layout=engine.module.layout,
@@ -249,14 +267,10 @@ def full_weight(engine: InfiniPipeEngine, parameter: torch.nn.Parameter) -> torc
 
 
 def _compare_step(
-    engine: InfiniPipeEngine,
-    reference: Reference,
-    case: Case,
-    rng: np.random.Generator,
-    step: int,
+    engine: InfiniPipeEngine, reference: Reference, case: Case, step: int
 ) -> StepDifference:
-    batch = random_batch(case, rng)
-    plan = draw_plan(engine, case, batch, rng)
+    batch = random_batch(case, step)
+    plan = draw_plan(engine, case, batch, step)
     if step:
         reference.copy_weights(engine)
     wanted_loss, wanted_norm = reference.run(batch)
@@ -312,6 +326,59 @@ def _float64_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return scaled
 
 
-def worst(differences: Sequence[StepDifference]) -> StepDifference:
-    """The step with the largest gradient error."""
-    return max(differences, key=lambda d: d.gradient_error)
+def main(args: argparse.Namespace) -> int:
+    """`infinipipe verify`: start local ranks, compare, print a table; 1 if anything is off.
+
+    `args` has `pp`, `sp`, `steps` and `seed`.
+    """
+    cases = [
+        Case(
+            model_type=kind,
+            pp=args.pp,
+            sp=args.sp,
+            zero_stage=zero_stage,
+            float64=zero_stage == 0,
+            tied=kind == "qwen2",
+            num_layers=max(4, args.pp),
+            num_heads=math.lcm(4, args.sp),
+            num_kv_heads=math.lcm(2, args.sp),
+            steps=args.steps,
+            seed=args.seed,
+        )
+        for kind in ("llama", "qwen2", "qwen3")
+        for zero_stage in (0, 3)
+    ]
+    by_rank = run_local_ranks(_compare_cases, args.pp * args.sp, cases)
+    rows = [[d for rank in by_rank for d in rank[index]] for index in range(len(cases))]
+    print(_table(cases, rows))
+    failed = [c for c, r in zip(cases, rows, strict=True) if not _is_exact(c, r)]
+    print(f"{len(cases) - len(failed)} of {len(cases)} comparisons hold")
+    return 1 if failed else 0
+
+
+def _compare_cases(cases: Sequence[Case]) -> list[list[StepDifference]]:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+    return [compare_steps(case) for case in cases]
+
+
+def _is_exact(case: Case, differences: Sequence[StepDifference]) -> bool:
+    limit = FLOAT64_LIMIT if case.float64 else FLOAT32_LIMIT
+    return all(max(d.loss_error, d.gradient_error, d.norm_error) <= limit for d in differences)
+
+
+def _table(cases: Sequence[Case], rows: Sequence[Sequence[StepDifference]]) -> str:
+    lines = ["model    layout  precision       steps  loss diff  gradient diff  norm diff  chunks"]
+    for case, differences in zip(cases, rows, strict=True):
+        kind = f"{case.model_type}{' tied' if case.tied else ''}"
+        precision = "float64, ZeRO-0" if case.float64 else "float32, ZeRO-3"
+        loss, gradient, norm = (
+            max(getattr(d, name) for d in differences)
+            for name in ("loss_error", "gradient_error", "norm_error")
+        )
+        chunks = sum(d.chunks for d in differences[: case.steps])
+        lines.append(
+            f"{kind:8s} {case.pp}x{case.sp:<5d} {precision}  {case.steps:5d}  {loss:9.1e}  "
+            f"{gradient:13.1e}  {norm:9.1e}  {chunks:6d}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,131 @@
+"""The product's promise: whatever the plan, gradients are those of plain training."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from dataclasses import replace
+
+import pytest
+from ranks import run_ranks
+
+from ds_infinipipe.runtime.selftest import (
+    FLOAT32_LIMIT,
+    FLOAT64_LIMIT,
+    Case,
+    StepDifference,
+    compare_steps,
+    reference_curve,
+)
+
+pytestmark = pytest.mark.ranks
+
+LAYOUTS = [(2, 2), (4, 1), (1, 4), (1, 1), (3, 1)]
+FAMILIES = [("llama", False), ("qwen2", True), ("qwen3", False)]
+
+
+def _quiet() -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+def _compare(rank: int, cases: list[Case]) -> list[list[StepDifference]]:
+    _quiet()
+    return [compare_steps(case) for case in cases]
+
+
+def _curve(rank: int, case: Case) -> tuple[list[float], list[float]]:
+    _quiet()
+    return reference_curve(case)
+
+
+def _all_differences(cases: list[Case]) -> list[list[StepDifference]]:
+    """Per case, the differences of all ranks and steps."""
+    world_size = cases[0].pp * cases[0].sp
+    by_rank = run_ranks(_compare, world_size, cases, timeout=240.0)
+    return [[d for rank in by_rank for d in rank[index]] for index in range(len(cases))]
+
+
+@pytest.mark.parametrize(("pp", "sp"), LAYOUTS)
+def test_float64_loss_and_every_gradient_equal_the_reference(pp: int, sp: int) -> None:
+    cases = [
+        Case(kind, pp, sp, zero_stage=0, float64=True, tied=tied, seed=seed)
+        for seed, (kind, tied) in enumerate(FAMILIES)
+    ]
+    for case, differences in zip(cases, _all_differences(cases), strict=True):
+        assert len(differences) == case.steps * pp * sp
+        for d in differences:
+            assert d.loss_error <= FLOAT64_LIMIT, (case, d)
+            assert d.gradient_error <= FLOAT64_LIMIT, (case, d)
+            assert d.norm_error <= FLOAT64_LIMIT, (case, d)
+
+
+@pytest.mark.parametrize(("pp", "sp"), LAYOUTS)
+def test_float32_zero3_steps_equal_the_reference_at_equal_weights(pp: int, sp: int) -> None:
+    cases = [
+        Case(kind, pp, sp, tied=tied, seed=10 + seed)
+        for seed, (kind, tied) in enumerate([*FAMILIES, ("mistral", True), ("llama", True)])
+    ]
+    for case, differences in zip(cases, _all_differences(cases), strict=True):
+        for d in differences:
+            assert d.loss_error <= FLOAT32_LIMIT, (case, d)
+            assert d.gradient_error <= FLOAT32_LIMIT, (case, d)
+            assert d.norm_error <= FLOAT32_LIMIT, (case, d)
+
+
+def test_many_random_plans_are_exact_and_cover_pipelines_and_recompute() -> None:
+    case = Case("llama", 2, 2, zero_stage=0, float64=True, steps=25, seed=77, num_sequences=12)
+    [differences] = _all_differences([case])
+    assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
+    assert max(d.loss_error for d in differences) <= FLOAT64_LIMIT
+    assert {d.pipelines for d in differences} >= {1, 2, 3}
+    assert any(d.recomputed_layers > 0 for d in differences)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sp"),
+    [(4, 1, 2), (4, 1, 4), (3, 3, 2), (6, 6, 4), (12, 4, 4), (28, 4, 2)],
+)
+def test_head_counts_that_sp_does_not_divide_are_exact(heads: int, kv_heads: int, sp: int) -> None:
+    case = Case(
+        "llama",
+        1,
+        sp,
+        zero_stage=0,
+        float64=True,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        num_layers=2,
+        steps=2,
+    )
+    [differences] = _all_differences([case])
+    assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
+
+
+def test_aligned_slices_are_exact() -> None:
+    cases = [Case("qwen3", 2, 2, zero_stage=0, float64=True, alignment=a, seed=a) for a in (3, 8)]
+    for differences in _all_differences(cases):
+        assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
+
+
+def test_gradient_norm_is_the_same_in_every_layout() -> None:
+    case = Case("llama", num_layers=4, tied=True, steps=2, seed=5)
+    norms = {}
+    for pp, sp in ((2, 2), (4, 1), (1, 4), (1, 1)):
+        for zero_stage in (0, 3):
+            here = replace(case, pp=pp, sp=sp, zero_stage=zero_stage)
+            [differences] = _all_differences([here])
+            norms[pp, sp, zero_stage] = [d.norm for d in differences[: case.steps]]
+    first = norms[1, 1, 0]
+    for layout, found in norms.items():
+        assert found == pytest.approx(first, rel=FLOAT32_LIMIT), layout
+
+
+@pytest.mark.parametrize(("pp", "sp"), [(2, 2)])
+def test_a_loss_curve_of_20_steps_follows_the_reference(pp: int, sp: int) -> None:
+    case = Case("llama", pp, sp, steps=20, seed=3, learning_rate=3e-3)
+    mine, theirs = run_ranks(_curve, pp * sp, case, timeout=240.0)[0]
+    assert len(mine) == 20
+    assert mine == pytest.approx(theirs, abs=1e-3)
+    assert max(abs(a - b) for a, b in itertools.pairwise(mine)) > 1e-3
