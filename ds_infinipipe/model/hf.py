@@ -174,7 +174,8 @@ def _infinipipe_attention(
             "uses with attn_implementation='sdpa'"
         )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    out = chunk_attention(q, k, v, infinipipe_context, module.layer_idx, scaling)
+    layer: Any = module.layer_idx
+    out = chunk_attention(q, k, v, infinipipe_context, layer, scaling)
     return out[None], None
 
 

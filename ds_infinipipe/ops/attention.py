@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -190,23 +191,23 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: floa
     from flash_attn import flash_attn_varlen_func
 
     cu_q, cu_k = segments.on(q.device)
-    return flash_attn_varlen_func(
+    out: Tensor = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, softmax_scale=scale, causal=True
     )
+    return out
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = segments.on(q.device)
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     # torch 2.13 refuses K < H without this flag, 2.11 does not know it and takes K < H as it is
-    grouped = {"enable_gqa": True} if _varlen_knows_gqa() and q.shape[1] != k.shape[1] else {}
-    return varlen_attn(
-        *(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k),
-        scale=scale,
-        window_size=(-1, 0),
-        **grouped,
-    )
+    if q.shape[1] != k.shape[1] and _varlen_knows_gqa():
+        options["enable_gqa"] = True
+    out = varlen_attn(q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, **options)
+    assert isinstance(out, Tensor)  # a pair only when log-sum-exps are asked for
+    return out
 
 
 @cache
@@ -218,16 +219,19 @@ def _varlen_knows_gqa() -> bool:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     """Segment by segment; a segment with context builds a mask of its queries x keys."""
-    outs = [
-        F.scaled_dot_product_attention(
-            *(t[rows].transpose(0, 1)[None] for t, rows in ((q, rq), (k, rk), (v, rk))),
-            attn_mask=_lower_right(rq, rk, q.device) if _length(rq) < _length(rk) else None,
-            is_causal=_length(rq) == _length(rk),
+    outs = []
+    for rq, rk in segments.ranges():
+        has_context = _length(rq) < _length(rk)
+        out = F.scaled_dot_product_attention(
+            q[rq].transpose(0, 1)[None],
+            k[rk].transpose(0, 1)[None],
+            v[rk].transpose(0, 1)[None],
+            attn_mask=_lower_right(rq, rk, q.device) if has_context else None,
+            is_causal=not has_context,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
-        )[0].transpose(0, 1)
-        for rq, rk in segments.ranges()
-    ]
+        )
+        outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from deepspeed.sequence.layer import _SeqAllToAll
 from torch import Tensor
 
-from ds_infinipipe.errors import ConfigError
-
-__all__ = ["check_heads", "group_size", "local_heads", "to_heads", "to_tokens"]
+__all__ = ["ProcessGroup", "group_size", "to_heads", "to_tokens"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -24,32 +22,13 @@ def group_size(pg: ProcessGroup | None) -> int:
     return 1 if pg is None else dist.get_world_size(pg)
 
 
-def check_heads(num_heads: int, num_kv_heads: int, sp: int) -> None:
-    """Raise ConfigError unless every rank can hold whole query groups with their K/V heads.
-
-    Multi-head attention (as many K/V heads as heads) always can: it is padded with zero heads.
-    """
-    grouped = num_heads != num_kv_heads
-    even = num_heads % sp == 0 and (num_kv_heads % sp == 0 or sp % num_kv_heads == 0)
-    if sp > num_heads or (grouped and not even):
-        raise ConfigError(
-            f"sp {sp} cannot share {num_heads} attention heads and {num_kv_heads} key/value heads "
-            "evenly: use an sp that divides both, or divides the first and is a multiple of the "
-            "second"
-        )
-
-
-def local_heads(num_heads: int, sp: int) -> int:
-    """Heads of one rank after `to_heads`."""
-    return -(-num_heads // sp)
-
-
 def to_heads(x_THD: Tensor, pg: ProcessGroup | None) -> Tensor:
     """[T/sp, H, D] to [T, ceil(H/sp), D]; the group's tokens follow each other by rank.
 
     Fewer heads than ranks (key/value heads of grouped attention) are repeated, so neighbouring
     ranks share one and its gradients add up. A number that sp does not divide is padded with zero
-    heads, which sit on the last ranks. Collective over `pg`.
+    heads, which sit on the last ranks; `planner.specs.make_layout` lets only multi-head attention
+    come to that, where queries and keys are padded alike. Collective over `pg`.
     """
     sp = group_size(pg)
     if sp == 1:
