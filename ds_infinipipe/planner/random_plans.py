@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.order import (
     backward_order,
@@ -21,7 +21,6 @@ from ds_infinipipe.planner.order import (
     stage_operations,
     window_size,
 )
-from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import (
     Chunk,
@@ -60,14 +59,6 @@ def random_plan(
     )
     operations = [_operations(pipelines, layout.pp, stage) for stage in range(layout.pp)]
     streams = lower_plan(pipelines, chunks, layout, operations)
-    costs = CostModel(model, cluster, layout, zero_stage).chunk_costs(chunks)
-    timeline = simulate(
-        streams,
-        forward_s=costs.forward_s,
-        backward_s=costs.backward_s,
-        recompute_s=costs.recompute_s,
-        p2p_s=costs.p2p_s,
-    )
     draft = Plan(
         model=model,
         cluster=cluster,
@@ -78,19 +69,21 @@ def random_plan(
         chunks=chunks,
         pipelines=pipelines,
         streams=streams,
-        predicted=Prediction(timeline.makespan_s, timeline.bubble_ratio, (0,) * layout.pp),
+        predicted=Prediction(0.0, 0.0, (0,) * layout.pp),
         solver=SolverStats("random", 0, "feasible", 0.0, 0.0),
         zero_stage=zero_stage,
         loss_block_tokens=loss_block_tokens,
     )
-    plan = _with_peaks(draft)
+    plan = _with_prediction(draft)
     verify_plan(plan)
     return plan
 
 
-def _with_peaks(plan: Plan) -> Plan:
+def _with_prediction(plan: Plan) -> Plan:
+    timeline = forecast(plan)
     peaks = tuple(peak_bytes_by_stage(plan))
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=peaks))
+    predicted = Prediction(timeline.makespan_s, timeline.bubble_ratio, peaks)
+    return replace(plan, predicted=predicted)
 
 
 def _random_chunks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from deepspeed import comm as dist
 
 from ds_infinipipe.data.dataset import DocumentDataset
+from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.types import Timeline
 from ds_infinipipe.runtime.agree import raise_together
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
 from ds_infinipipe.runtime.module import InfiniPipeModule
-from ds_infinipipe.viz.chrome_trace import timeline_to_chrome
+from ds_infinipipe.viz.chrome_trace import write_chrome_trace
 
 __all__ = ["train"]
 
@@ -65,19 +67,30 @@ def _dump(engine: InfiniPipeEngine) -> None:
     assert plan is not None
     name = f"step-{engine.global_steps:06d}"
     if debug.dump_plans is not None and engine.global_rank == 0:
-        _write(Path(debug.dump_plans) / f"{name}.json", plan.to_json())
+        Path(debug.dump_plans).mkdir(parents=True, exist_ok=True)
+        (Path(debug.dump_plans) / f"{name}.json").write_text(plan.to_json(), encoding="utf-8")
     if debug.trace is not None:
-        text = timeline_to_chrome(engine.timeline or Timeline((), 0.0, 0.0, ()))
-        _write(Path(debug.trace) / f"{name}-rank-{engine.global_rank}.json", text)
+        measured = _gather_timeline(engine)
+        if engine.global_rank == 0:
+            Path(debug.trace).mkdir(parents=True, exist_ok=True)
+            timelines = {"predicted": forecast(plan), "measured": measured}
+            write_chrome_trace(Path(debug.trace) / f"{name}.json", timelines, plan)
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _gather_timeline(engine: InfiniPipeEngine) -> Timeline:
+    """What the first rank of every stage measured, a collective over all ranks."""
+    everyone: list[Timeline | None] = [None] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyone, engine.timeline)
+    stages = [t for t in everyone[:: engine.sp_size] if t is not None]
+    makespan_s = max(t.makespan_s for t in stages)
+    busy_s = tuple(t.busy_s[0] for t in stages)
+    spans = tuple(span for t in stages for span in t.spans)
+    return Timeline(spans, makespan_s, 1.0 - sum(busy_s) / (makespan_s * len(busy_s)), busy_s)
 
 
 def _configure_logging() -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads()))
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     root = logging.getLogger("ds_infinipipe")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stdout)
