@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" ""
 
 # one thread a rank: with more, 4 ranks on few cores fight over them
-export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore::FutureWarning
 port="$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')"
 # DeepSpeed's shared-memory buffers outlive a killed run
 trap 'rm -f /dev/shm/deepspeed_allreduce_buffer_*_"$port"_*' EXIT

@@ -104,6 +104,7 @@ class DocumentDataset:
                 settings.context_length,
                 too_long,
                 int(corpus.lengths.sum()) - tokens,
+                unit="documents",
             ),
             documents=len(np.unique(self._documents)),
             sequences=len(self),

@@ -121,18 +121,19 @@ def _parse_json(line: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OverLengthReport:
-    """What a context limit did: sequences above it, and their tokens that are not trained on."""
+    """What a context limit did: how many are above it, and their tokens that are not trained on."""
 
     policy: OverLength
     context: int
-    sequences: int
+    too_long: int
     lost_tokens: int
+    unit: str = "sequences"
 
     def __str__(self) -> str:
-        if not self.sequences:
-            return f"no sequence is longer than {self.context} tokens"
+        if not self.too_long:
+            return f"none of the {self.unit} is longer than {self.context} tokens"
         return (
-            f"{self.sequences} sequences are longer than {self.context} tokens, "
+            f"{self.too_long} {self.unit} are longer than {self.context} tokens, "
             f"policy '{self.policy}': {self.lost_tokens} tokens are left out"
         )
 

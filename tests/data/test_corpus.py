@@ -208,7 +208,7 @@ def test_over_length_policies_do_what_they_say_and_report_it(
     )
     assert texts(dataset) == expected
     report = dataset.report.over_length
-    assert (report.policy, report.sequences, report.lost_tokens) == (policy, 1, lost)
+    assert (report.policy, report.too_long, report.lost_tokens) == (policy, 1, lost)
     assert f"policy '{policy}': {lost} tokens are left out" in str(dataset.report)
     assert dataset.report.tokens == dataset.lengths.sum() == sum(map(len, expected))
 

@@ -89,10 +89,10 @@ def test_documents_are_cut_at_the_context(
 def test_fitting_reports_what_was_lost() -> None:
     lengths, report = fit_to_context([4, 21, 10], 10, "split")
     assert lengths.tolist() == [4, 10, 10, 10]
-    assert (report.sequences, report.lost_tokens) == (1, 1)
+    assert (report.too_long, report.lost_tokens) == (1, 1)
     assert "1 sequences are longer than 10 tokens" in str(report)
     _, clean = fit_to_context([4], 10, "error")
-    assert str(clean) == "no sequence is longer than 10 tokens"
+    assert str(clean) == "none of the sequences is longer than 10 tokens"
 
 
 def test_fitting_refuses_what_the_policy_forbids() -> None:
