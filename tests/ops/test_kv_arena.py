@@ -179,3 +179,15 @@ def test_a_backward_out_of_order_is_refused() -> None:
     outs[2].sum().backward()
     with pytest.raises(ScheduleError, match="the one due ends at row 4"):
         outs[0].sum().backward()
+
+
+def test_gradients_are_summed_in_memory_of_the_arena() -> None:
+    arena = SequenceArena(5)
+    for start, rows in ((0, torch.ones(3, 1, 1)), (3, torch.ones(2, 1, 1))):
+        arena.write(rows, rows, 0, start)
+    tail_grad, first_grad = torch.ones(5, 1, 1), torch.ones(3, 1, 1)
+    arena.collect_grads(tail_grad, tail_grad, 0, 3)
+    own, _ = arena.collect_grads(first_grad, first_grad, 0, 0)
+    assert own.flatten().tolist() == [2.0] * 3
+    # autograd may still hold the tensors it passed
+    assert tail_grad.eq(1).all() and first_grad.eq(1).all()
