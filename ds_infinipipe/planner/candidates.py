@@ -25,6 +25,8 @@ from ds_infinipipe.planner.types import Chunk
 
 __all__ = ["Candidate", "Chunking", "SolvedPipeline"]
 
+_TRIAL_EFFORT = 0.05  # of the solver's time limit
+
 
 @dataclass(frozen=True)
 class SolvedPipeline:
@@ -95,10 +97,16 @@ class Chunking:
         )
 
     def solve(self, members: Sequence[int], below_s: float = math.inf) -> SolvedPipeline | None:
-        """Algorithm 2 for these chunks; None if they do not fit or T_ckpt cannot be below."""
+        """A trial of Algorithm 2; None if they do not fit or T_ckpt cannot be below."""
         memory = self.pipeline(members)
-        cutoff = below_s / self._layer_s(members)
-        solution = solve_recompute(memory, self.limit_bytes, self.settings, cutoff)
+        solution = solve_recompute(
+            memory,
+            self.limit_bytes,
+            self.settings,
+            cutoff=below_s / self._layer_s(members),
+            effort=_TRIAL_EFFORT,
+            is_trial=True,
+        )
         return None if solution is None else SolvedPipeline(memory, solution)
 
     def recompute_s(self, solved: SolvedPipeline) -> float:
@@ -126,10 +134,9 @@ class Chunking:
         )
         if found is None:
             return None
-        cost_s, runs = found
+        _, runs = found
         # longest sequences first between pipelines as within them
-        pipelines = tuple(solved[run] for run in reversed(runs))
-        return Candidate(self, pipelines, self.steady_s + cost_s)
+        return self._candidate(tuple(solved[run] for run in reversed(runs)))
 
     def blocks(self) -> tuple[tuple[int, ...], ...]:
         """What cannot be parted: a cut sequence's chunks, or one batched chunk; longest first."""
@@ -157,8 +164,22 @@ class Chunking:
                 groups.append(block)
             else:
                 return None
-        pipelines = [self.solve(group) for group in groups]
-        kept = tuple(pipeline for pipeline in pipelines if pipeline is not None)
-        recompute_s = sum(self.recompute_s(pipeline) for pipeline in kept)
-        proxy_s = self.steady_s + len(kept) * self.overhead_s + recompute_s
-        return Candidate(self, kept, proxy_s) if len(kept) == len(groups) else None
+        solved = [self.solve(group) for group in groups]
+        pipelines = tuple(pipeline for pipeline in solved if pipeline is not None)
+        return self._candidate(pipelines) if len(pipelines) == len(groups) else None
+
+    def polish(self, candidate: Candidate) -> Candidate:
+        """The same pipelines solved with the whole effort, shared among them."""
+        effort = 1.0 / len(candidate.pipelines)
+        pipelines = []
+        for trial in candidate.pipelines:
+            solution = solve_recompute(trial.memory, self.limit_bytes, self.settings, effort=effort)
+            if solution is None or solution.total > trial.solution.total:
+                solution = trial.solution
+            pipelines.append(SolvedPipeline(trial.memory, solution))
+        return self._candidate(tuple(pipelines))
+
+    def _candidate(self, pipelines: tuple[SolvedPipeline, ...]) -> Candidate:
+        recompute_s = sum(self.recompute_s(pipeline) for pipeline in pipelines)
+        proxy_s = self.steady_s + len(pipelines) * self.overhead_s + recompute_s
+        return Candidate(self, pipelines, proxy_s)

@@ -105,7 +105,7 @@ def round_relaxation(problem: CoverProblem, point: NDArray[np.float64]) -> IntAr
 
     From each start, raise what rows still lack, then lower what they do not need, in two orders.
     """
-    starts = (np.floor(point + _ROUND_SLACK), np.floor(point + 0.5))
+    starts = (np.ceil(point - _ROUND_SLACK), np.floor(point + 0.5))
     ascending = range(problem.upper.size)
     best: IntArray | None = None
     for start, descending in product(starts, (False, True)):

@@ -18,6 +18,7 @@ from ds_infinipipe.planner.settings import PlannerSettings
 __all__ = ["RecomputeSolution", "solve_recompute"]
 
 _LOGGER = logging.getLogger(__name__)
+_TRIAL_SLACK_LAYERS = 4
 _RESOLUTION = 4096  # solver units per smallest coefficient; finer is slower, coarser costs layers
 
 
@@ -45,11 +46,14 @@ def solve_recompute(
     limit_bytes: int,
     settings: PlannerSettings | None = None,
     cutoff: float = math.inf,
+    effort: float = 1.0,
+    is_trial: bool = False,
 ) -> RecomputeSolution | None:
     """Fewest recomputed layers with which every stage stays within the limit (Eq. 20).
 
     None when nothing fits, or when it is proved that the total cannot be below `cutoff`.
-    The answer always passes the exact memory scan.
+    The answer always passes the exact memory scan. `effort` is the share of the solver's time
+    limit; a trial is content with the rounded relaxation within the gap or a few layers.
     Deviation: a moment that binds is charged the transient of a recomputed layer even where the
     chunk at work has none; exact, that would need a boolean per chunk, whose bounds CP-SAT cannot
     close, for at most a few layers in hundreds.
@@ -71,7 +75,11 @@ def solve_recompute(
     point, bound = relaxed or (np.zeros(problem.upper.size), 0)
     if bound >= cutoff:
         return None
-    solution = _solve_cover(problem, round_relaxation(problem, point), bound, pipeline, settings)
+    rounded = round_relaxation(problem, point)
+    if is_trial and _is_close(int(rounded.sum()), bound, settings):
+        solution = _solution(problem, rounded, bound, pipeline, settings, is_closed=False)
+    else:
+        solution = _solve_cover(problem, rounded, bound, pipeline, settings, effort)
     if (pipeline.peaks(solution.counts(pipeline)) <= limit_bytes).all():
         return solution
     _LOGGER.warning("the solved recomputation exceeds the limit in the exact scan; using uniform")
@@ -97,29 +105,48 @@ def _uniform(pipeline: PipelineMemory, limit_bytes: int, status: str) -> Recompu
     return None if solution is None else replace(solution, bound=0, status=status)
 
 
+def _is_close(total: int, bound: int, settings: PlannerSettings) -> bool:
+    """Few layers of a small total are a large gap that is slow to close and worth little."""
+    return total - bound <= max(settings.relative_gap * total, _TRIAL_SLACK_LAYERS)
+
+
 def _solve_cover(
     problem: CoverProblem,
     rounded: IntArray,
     bound: int,
     pipeline: PipelineMemory,
     settings: PlannerSettings,
+    effort: float,
 ) -> RecomputeSolution:
     """CP-SAT from the rounded relaxation as hint; the better of the two is the answer."""
-    best, status = rounded, "optimal"
-    if rounded.sum() > bound:
-        solved, solved_bound, closed = _cp_sat(problem, rounded, settings)
-        bound = max(bound, solved_bound)
-        if solved is not None and solved.sum() < rounded.sum():
-            best = solved
-        if not closed and best.sum() - bound > settings.relative_gap * best.sum():
-            status = "feasible"
-    variables = problem.gather(best, pipeline.num_variables)
-    total = int(best.sum())
-    return RecomputeSolution(tuple(int(c) for c in variables), total, min(bound, total), status)
+    if rounded.sum() <= bound:
+        return _solution(problem, rounded, bound, pipeline, settings, is_closed=True)
+    solved, solved_bound, is_closed = _cp_sat(problem, rounded, settings, effort)
+    best = rounded if solved is None or solved.sum() >= rounded.sum() else solved
+    return _solution(problem, best, max(bound, solved_bound), pipeline, settings, is_closed)
+
+
+def _solution(
+    problem: CoverProblem,
+    columns: IntArray,
+    bound: int,
+    pipeline: PipelineMemory,
+    settings: PlannerSettings,
+    is_closed: bool,
+) -> RecomputeSolution:
+    total = int(columns.sum())
+    is_closed = is_closed or total - bound <= settings.relative_gap * total
+    variables = problem.gather(columns, pipeline.num_variables)
+    return RecomputeSolution(
+        tuple(int(c) for c in variables),
+        total,
+        min(bound, total),
+        "optimal" if is_closed else "feasible",
+    )
 
 
 def _cp_sat(
-    problem: CoverProblem, hint: IntArray, settings: PlannerSettings
+    problem: CoverProblem, hint: IntArray, settings: PlannerSettings, effort: float
 ) -> tuple[IntArray | None, int, bool]:
     """Columns or None, a lower bound, and whether the relative gap was reached.
 
@@ -148,7 +175,7 @@ def _cp_sat(
     solver.parameters.num_workers = 1
     solver.parameters.relative_gap_limit = settings.relative_gap
     solver.parameters.random_seed = settings.seed
-    solver.parameters.max_deterministic_time = settings.solver_time_limit_s
+    solver.parameters.max_deterministic_time = effort * settings.solver_time_limit_s
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         _LOGGER.info("CP-SAT ended as %s on %d rows", solver.status_name(status), len(needs))

@@ -69,6 +69,7 @@ def plan_batch(
         candidate = _first_that_fits(chunkings)
     if candidate is None:
         raise infeasible_plan(chunkings, batch, settings)
+    candidate = candidate.chunking.polish(candidate)
     plan = _assemble(candidate, batch, model, cluster, zero_stage, note, started_s)
     verify_plan(plan)
     return plan
