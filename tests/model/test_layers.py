@@ -44,7 +44,8 @@ MODELS = {
     "llama tied": tiny_config("llama", tie_word_embeddings=True),
     "llama with biases": tiny_config("llama", attention_bias=True, mlp_bias=True),
     "llama 3 rope": tiny_config("llama", rope_parameters=LLAMA3_ROPE),
-    "llama with a padding token": tiny_config("llama", pad_token_id=3),
+    # a token of the documents, whose embedding transformers does not train
+    "llama with a padding token": tiny_config("llama", pad_token_id=11),
     "mistral": tiny_config("mistral"),
     "qwen2": tiny_config("qwen2"),
     "qwen2 tied": tiny_config("qwen2", tie_word_embeddings=True),
