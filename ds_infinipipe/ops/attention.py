@@ -152,7 +152,7 @@ def _resolve(impl: str, device_type: str, dtype: torch.dtype) -> str:
             f"attention implementation {impl!r} cannot run on {device_type} in {dtype}: "
             f"{obstacle}; use auto"
         )
-    logger.info("attention on %s in %s: %s (asked for)", device_type, dtype, impl)
+    logger.debug("attention on %s in %s: %s (asked for)", device_type, dtype, impl)
     return impl
 
 

@@ -368,7 +368,9 @@ def _is_exact(case: Case, differences: Sequence[StepDifference]) -> bool:
 
 
 def _table(cases: Sequence[Case], rows: Sequence[Sequence[StepDifference]]) -> str:
-    lines = ["model    layout  precision       steps  loss diff  gradient diff  norm diff  chunks"]
+    lines = [
+        "model       layout  precision       steps  loss diff  gradient diff  norm diff  chunks"
+    ]
     for case, differences in zip(cases, rows, strict=True):
         kind = f"{case.model_type}{' tied' if case.tied else ''}"
         precision = "float64, ZeRO-0" if case.float64 else "float32, ZeRO-3"
@@ -378,7 +380,7 @@ def _table(cases: Sequence[Case], rows: Sequence[Sequence[StepDifference]]) -> s
         )
         chunks = sum(d.chunks for d in differences[: case.steps])
         lines.append(
-            f"{kind:8s} {case.pp}x{case.sp:<5d} {precision}  {case.steps:5d}  {loss:9.1e}  "
+            f"{kind:11s} {case.pp}x{case.sp:<5d} {precision}  {case.steps:5d}  {loss:9.1e}  "
             f"{gradient:13.1e}  {norm:9.1e}  {chunks:6d}"
         )
     return "\n".join(lines)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.data.dataset import DocumentDataset
 from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.types import Timeline
 from ds_infinipipe.runtime.agree import raise_together
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
-from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.runtime.module import InfiniPipeModule, init_distributed
 from ds_infinipipe.viz.chrome_trace import write_chrome_trace
 
 __all__ = ["train"]
@@ -31,6 +32,7 @@ def train(config: dict[str, Any], steps: int | None = None) -> list[float]:
     Runs on every rank a launcher started. Raises InfiniPipeError before the first step where
     configuration, corpus or layout cannot work.
     """
+    init_distributed(InfiniPipeConfig.from_deepspeed(config).runtime.timeout_s)
     _configure_logging()
     model = InfiniPipeModule(config)
     dataset = _load_dataset(model)
@@ -96,5 +98,5 @@ def _configure_logging() -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         root.addHandler(handler)
-        root.setLevel(logging.INFO)
+        root.setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
         root.propagate = False
