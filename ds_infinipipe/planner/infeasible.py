@@ -50,11 +50,14 @@ def infeasible_plan(
     layers = layout.stage_layers[misfit.stage]
     how = "none of its" if settings.recompute == "none" else f"all {layers}"
     recompute = "recompute 'adaptive', " if settings.recompute == "none" else ""
+    # more slices shrink transients but add K/V gradients: only worth saying while they still help
+    is_finest = chunking.k == max(c.k for c in chunkings)
+    slices = f"more slices (max_slices above {chunking.k}), " if is_finest else ""
     return InfeasiblePlanError(
         f"{_name(misfit, lengths)} needs {_size(misfit.peak_bytes)} on stage {misfit.stage} with "
         f"{how} layers recomputed, the limit is {_size(chunking.limit_bytes)}: use {recompute}"
-        f"more slices (max_slices above {settings.slice_limit(layout.pp)}), a larger memory limit, "
-        f"more ranks per stage (sp is {layout.sp}) or more stages (pp is {layout.pp})"
+        f"{slices}a larger memory limit, more ranks per stage (sp is {layout.sp}) or more stages "
+        f"(pp is {layout.pp})"
     )
 
 
@@ -85,6 +88,6 @@ def _name(misfit: _Misfit, lengths: Sequence[int]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes >= _GIB // 100:
+    if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.4f} MiB"
+    return f"{num_bytes / 2**20:.3f} MiB"
