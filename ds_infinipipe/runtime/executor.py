@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer, HeadLayer
@@ -34,11 +35,15 @@ class ChunkInput:
 
 @dataclass
 class _Segment:
-    """One layer's pass: its input, and its output unless the layer will be recomputed."""
+    """One layer's pass: its input, and where its backward starts unless it will be recomputed.
+
+    The output itself is not kept: the next layer's input shares its storage, and a stage's output
+    is free as soon as it is sent.
+    """
 
     layer: int
     source: torch.Tensor
-    output: torch.Tensor | None
+    root: GradientEdge | None
 
 
 @dataclass
@@ -123,7 +128,7 @@ class StageExecutor:
 
     def _embed(self, record: _InFlight, index: int, ids_T: torch.Tensor) -> torch.Tensor:
         output = self._layers[index](ids_T)
-        record.segments.append(_Segment(index, ids_T, output))
+        record.segments.append(_Segment(index, ids_T, get_gradient_edge(output)))
         return output.detach()
 
     def _decode(
@@ -136,7 +141,7 @@ class StageExecutor:
             record.segments.append(_Segment(index, source, None))
             return output
         output = self._layers[index](source.requires_grad_(), record.context)
-        record.segments.append(_Segment(index, source, output))
+        record.segments.append(_Segment(index, source, get_gradient_edge(output)))
         return output.detach()
 
     def _head(self, index: int, hidden: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
@@ -154,10 +159,13 @@ class StageExecutor:
     def _backward_segment(
         self, context: ChunkContext, segment: _Segment, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        output = segment.output
-        if output is None:
-            assert isinstance(self._layers[segment.layer], DecoderLayer)
-            output = self._layers[segment.layer](segment.source.requires_grad_(), context)
-            self.recomputed_layers += 1
-        torch.autograd.backward(output, gradient)
+        root = segment.root or self._recompute(context, segment)
+        segment.root = None
+        torch.autograd.backward(root, gradient)
         return segment.source.grad
+
+    def _recompute(self, context: ChunkContext, segment: _Segment) -> GradientEdge:
+        assert isinstance(self._layers[segment.layer], DecoderLayer)
+        self.recomputed_layers += 1
+        output = self._layers[segment.layer](segment.source.requires_grad_(), context)
+        return get_gradient_edge(output)

@@ -33,8 +33,7 @@ def forward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: 
 def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
     """Roughly: `gradients[chunk] = d loss / d inputs[chunk]`."""
     step = engine.enter(instruction, position)
-    is_last = engine.is_last_stage()
-    given = None if is_last else engine.gradients_in.wait(instruction.chunk)
+    given = step.output_gradient(instruction.chunk)
     with step.span(instruction):
         gradient = engine.executor.backward(instruction.chunk, given)
     step.finish_chunk(instruction.chunk)
@@ -45,7 +44,7 @@ def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position:
 def send_chunk_activation(
     engine: InfiniPipeEngine, instruction: Instruction, position: int
 ) -> None:
-    """Hand a chunk's output to the next stage; backward still holds it."""
+    """Hand a chunk's output to the next stage; backward does not need it."""
     step = engine.enter(instruction, position)
     engine.activations_out.send(instruction.chunk, step.outputs.pop(instruction.chunk))
 

@@ -2,7 +2,8 @@
 
 Each direction has a process group of its own and is a first-in-first-out channel between two
 ranks; the verifier has proved that both ends use it in the same order. Sends and receives are
-asynchronous, so neither side of a pair blocks the other.
+asynchronous, so neither side of a pair blocks the other. A sent tensor lives until the transport
+reports that it has left, or the plan shows that the peer has it: gloo never reports without a wait.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _GLOO_REASON = re.compile(r"^(?:\[[^]]*\] )?(.*?)(?:\. This is typically caused.
 
 @dataclass
 class _Transfer:
+    chunk: int
     handle: Any
     tensor: torch.Tensor
 
@@ -45,11 +47,11 @@ class Channel:
     _posted: dict[int, list[_Transfer]] = field(default_factory=dict)
 
     def send(self, chunk: int, tensor: torch.Tensor) -> None:
-        """Start to send; the tensor is kept alive until `drain`, and must not be changed."""
+        """Start to send; the tensor is kept alive until it has left, and must not be changed."""
         with self._naming(f"sending the {self.name} of chunk {chunk}"):
             for part in self._parts(tensor.contiguous()):
                 handle = torch_dist.isend(part, dst=self.peer, group=self.pg)
-                self._sent.append(_Transfer(handle, part))
+                self._sent.append(_Transfer(chunk, handle, part))
             self._forget_finished()
 
     def post_receive(
@@ -61,7 +63,7 @@ class Channel:
             buffers.append(torch.empty(1, dtype=torch.float64, device=device))
         with self._naming(f"posting the receive of the {self.name} of chunk {chunk}"):
             self._posted[chunk] = [
-                _Transfer(torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
+                _Transfer(chunk, torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
                 for buffer in buffers
             ]
 
@@ -74,6 +76,13 @@ class Channel:
         if self.verify:
             self._compare_checksum(chunk, tensor, transfers[1].tensor)
         return tensor
+
+    def confirm(self, chunk: int) -> None:
+        """Let go of everything sent up to and with a chunk, which the peer is known to have."""
+        known = 1 + max((i for i, t in enumerate(self._sent) if t.chunk == chunk), default=-1)
+        for transfer in self._sent[:known]:
+            self._wait(transfer, f"letting go of the sent {self.name} of chunk {transfer.chunk}")
+        del self._sent[:known]
 
     def drain(self) -> None:
         """Wait until everything sent has left; raises PeerTimeoutError otherwise."""

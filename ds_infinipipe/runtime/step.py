@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.planner.types import Instruction, Plan, Span, Timeline
+from ds_infinipipe.planner.types import Instruction, Op, Plan, Span, Timeline
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.executor import ChunkInput
 
@@ -35,6 +35,7 @@ class StepState:
         self.position = -1
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
+        self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)
         self._started = time.perf_counter()
 
     def chunk_input(self, chunk: int) -> ChunkInput:
@@ -46,9 +47,19 @@ class StepState:
             given.ids_T = self.batch.chunk_ids(shape, sp_rank, sp_size).to(engine.device)
         else:
             given.hidden_1TE = engine.activations_in.wait(chunk)
+            engine.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
         if engine.is_last_stage():
             given.labels_T = self.batch.chunk_labels(shape, sp_rank, sp_size).to(engine.device)
         return given
+
+    def output_gradient(self, chunk: int) -> torch.Tensor | None:
+        """The received gradient of a chunk's output; None on the last stage, which makes it."""
+        engine = self._engine
+        if engine.is_last_stage():
+            return None
+        gradient = engine.gradients_in.wait(chunk)
+        engine.activations_out.confirm(self._activations_taken.get(chunk, -1))
+        return gradient
 
     def wire_format(self, chunk: int) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
         """Shape `[1, T / sp, E]`, dtype and device of a chunk's activations and gradients."""
@@ -114,3 +125,27 @@ class StepState:
             dtype=engine.module.dtype,
             attention_impl=engine.attention_impl,
         )
+
+
+def _taken_by_peers(plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """What has certainly arrived when an activation, or a gradient, comes from a neighbour.
+
+    By chunk of the tensor that came: the last chunk whose gradient the previous stage, and whose
+    activation the next stage, had taken before it sent.
+    """
+    before = plan.streams[stage - 1] if stage > 0 else ()
+    after = plan.streams[stage + 1] if stage + 1 < plan.layout.pp else ()
+    return (
+        _last_before(before, Op.BACKWARD, Op.SEND_ACTIVATION),
+        _last_before(after, Op.FORWARD, Op.SEND_GRADIENT),
+    )
+
+
+def _last_before(stream: Sequence[Instruction], taken: Op, sent: Op) -> Mapping[int, int]:
+    last, found = -1, {}
+    for instruction in stream:
+        if instruction.op is taken:
+            last = instruction.chunk
+        elif instruction.op is sent:
+            found[instruction.chunk] = last
+    return found
