@@ -6,7 +6,7 @@ alive when is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,14 +14,18 @@ from ds_infinipipe.errors import ConfigError, ScheduleError
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.types import Chunk, Op, Plan
 
-__all__ = ["check_memory", "peak_bytes_by_stage"]
+__all__ = ["MemoryUsage", "check_memory", "memory_usage", "peak_bytes_by_stage", "peak_usages"]
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class _Usage:
-    """What is alive on one rank of a stage while one instruction runs, bytes."""
+class MemoryUsage:
+    """What is alive on one rank of a stage while one F or B runs, bytes.
+
+    `instruction` is its place in the stage's stream; `freed` is the part that its end frees, the
+    transient apart.
+    """
 
     instruction: int
     states: int
@@ -29,21 +33,36 @@ class _Usage:
     kv_arenas: int
     kv_gradients: int
     transient: int
+    freed: int = 0
 
     @property
     def total(self) -> int:
         return self.states + self.activations + self.kv_arenas + self.kv_gradients + self.transient
 
+    @property
+    def left(self) -> int:
+        """Bytes alive after the instruction."""
+        return self.total - self.transient - self.freed
+
 
 def peak_bytes_by_stage(plan: Plan) -> tuple[int, ...]:
     """Peak bytes on a rank of each stage, counted from the streams (Eq. 8 on what is alive)."""
-    return tuple(usage.total for usage in _peaks(plan))
+    return tuple(usage.total for usage in peak_usages(plan))
+
+
+def peak_usages(plan: Plan) -> tuple[MemoryUsage, ...]:
+    """By stage, the first instruction at which most bytes are alive."""
+    # max() keeps the first of equals
+    return tuple(
+        max(memory_usage(plan, stage), key=lambda usage: usage.total, default=_idle(plan, stage))
+        for stage in range(plan.layout.pp)
+    )
 
 
 def check_memory(plan: Plan) -> None:
     """Raise ScheduleError unless every peak is within the limit and as predicted."""
     for stage, (peak, predicted) in enumerate(
-        zip(_peaks(plan), plan.predicted.peak_bytes, strict=True)
+        zip(peak_usages(plan), plan.predicted.peak_bytes, strict=True)
     ):
         if peak.total > plan.memory_limit_bytes:
             _fail_over_limit(plan, stage, peak)
@@ -55,9 +74,48 @@ def check_memory(plan: Plan) -> None:
             )
 
 
-def _peaks(plan: Plan) -> list[_Usage]:
+def memory_usage(plan: Plan, stage: int) -> Iterator[MemoryUsage]:
+    """What is alive during each F and B of the stage, in the order of its stream.
+
+    What a chunk keeps lives from its F to its B, both included. The arena of a cut sequence lives
+    from the F of its first slice to the end of that slice's B; its dK and dV, as many rows as come
+    before the tail, from the B of the tail to the same end.
+    """
+    memory, tail_start = _memory_model(plan), _tail_starts(plan)
+    layers, states = plan.layout.stage_layers[stage], memory.static_bytes[stage]
+    activations = kv_arenas = kv_gradients = 0
+    for index, instruction in enumerate(plan.streams[stage]):
+        if instruction.op not in (Op.FORWARD, Op.BACKWARD):
+            continue
+        chunk, recomputed = plan.chunks[instruction.chunk], instruction.recompute
+        head = chunk.slices[0]
+        is_first, is_tail = chunk.keeps_kv and head.start == 0, chunk.keeps_kv and head.is_tail
+        kept = _kept_bytes(memory, chunk, layers, recomputed)
+        arena = layers * memory.arena_bytes(plan.lengths[head.sequence]) if is_first else 0
+        if instruction.op is Op.FORWARD:
+            activations += kept
+            kv_arenas += arena
+            transient = memory.forward_transient(stage, chunk, recomputed)
+            kept = arena = gradient = 0
+        else:
+            kv_gradients += layers * memory.kv_grad_bytes(head.start) if is_tail else 0
+            transient = memory.backward_transient(stage, chunk, recomputed)
+            rows = tail_start[head.sequence] if is_first else 0
+            gradient = layers * memory.kv_grad_bytes(rows)
+        yield MemoryUsage(
+            index, states, activations, kv_arenas, kv_gradients, transient, kept + arena + gradient
+        )
+        activations, kv_arenas = activations - kept, kv_arenas - arena
+        kv_gradients -= gradient
+
+
+def _idle(plan: Plan, stage: int) -> MemoryUsage:
+    return MemoryUsage(0, _memory_model(plan).static_bytes[stage], 0, 0, 0, 0)
+
+
+def _memory_model(plan: Plan) -> MemoryModel:
     try:
-        memory = MemoryModel(
+        return MemoryModel(
             plan.model,
             plan.layout,
             zero_stage=plan.zero_stage,
@@ -65,46 +123,14 @@ def _peaks(plan: Plan) -> list[_Usage]:
         )
     except ConfigError as error:
         raise ScheduleError(f"the plan's memory cannot be counted: {error}") from error
-    tail_start = {
+
+
+def _tail_starts(plan: Plan) -> Mapping[int, int]:
+    return {
         chunk.slices[0].sequence: chunk.slices[0].start
         for chunk in plan.chunks
         if chunk.keeps_kv and chunk.slices[0].is_tail
     }
-    return [_peak(plan, memory, stage, tail_start) for stage in range(plan.layout.pp)]
-
-
-def _peak(plan: Plan, memory: MemoryModel, stage: int, tail_start: Mapping[int, int]) -> _Usage:
-    """The first instruction of the stage at which most bytes are alive.
-
-    What a chunk keeps lives from its F to its B, both included. The arena of a cut sequence lives
-    from the F of its first slice to the end of that slice's B; its dK and dV, as many rows as come
-    before the tail, from the B of the tail to the same end.
-    """
-    layers, states = plan.layout.stage_layers[stage], memory.static_bytes[stage]
-    activations = kv_arenas = kv_gradients = 0
-    peak = _Usage(0, states, 0, 0, 0, 0)
-    for index, instruction in enumerate(plan.streams[stage]):
-        if instruction.op not in (Op.FORWARD, Op.BACKWARD):
-            continue
-        chunk, recomputed = plan.chunks[instruction.chunk], instruction.recompute
-        head = chunk.slices[0]
-        is_first, is_tail = chunk.keeps_kv and head.start == 0, chunk.keeps_kv and head.is_tail
-        is_forward = instruction.op is Op.FORWARD
-        if is_forward:
-            activations += _kept_bytes(memory, chunk, layers, recomputed)
-            kv_arenas += layers * memory.arena_bytes(plan.lengths[head.sequence]) if is_first else 0
-            transient = memory.forward_transient(stage, chunk, recomputed)
-        else:
-            kv_gradients += layers * memory.kv_grad_bytes(head.start) if is_tail else 0
-            transient = memory.backward_transient(stage, chunk, recomputed)
-        usage = _Usage(index, states, activations, kv_arenas, kv_gradients, transient)
-        peak = usage if usage.total > peak.total else peak
-        if not is_forward:
-            activations -= _kept_bytes(memory, chunk, layers, recomputed)
-            if is_first:
-                kv_arenas -= layers * memory.arena_bytes(plan.lengths[head.sequence])
-                kv_gradients -= layers * memory.kv_grad_bytes(tail_start[head.sequence])
-    return peak
 
 
 def _kept_bytes(memory: MemoryModel, chunk: Chunk, layers: int, recomputed: int) -> int:
@@ -112,7 +138,7 @@ def _kept_bytes(memory: MemoryModel, chunk: Chunk, layers: int, recomputed: int)
     return saved + recomputed * memory.input_bytes(chunk) + memory.output_bytes(chunk)
 
 
-def _fail_over_limit(plan: Plan, stage: int, peak: _Usage) -> NoReturn:
+def _fail_over_limit(plan: Plan, stage: int, peak: MemoryUsage) -> NoReturn:
     parts = ", ".join(
         f"{name.replace('_', ' ')} {getattr(peak, name) / _GIB:.2f}"
         for name in ("states", "activations", "kv_arenas", "kv_gradients", "transient")
