@@ -216,6 +216,19 @@ def test_the_module_and_the_console_script_are_the_same_program() -> None:
         ({"infinipipe": {"model": {"config": TINY}}}, ["--steps", "0"], "training.steps is 0"),
         ({"infinipipe": {"model": {"config": TINY}}}, ["steps"], "'steps' is not an override"),
         (
+            {
+                "train_batch_size": 4,
+                "infinipipe": {"model": {"config": TINY}, "parallel": {"pp": 2, "sp": 2}},
+            },
+            [],
+            "pp 2 x sp 2 x dp 1 = 4 ranks, but 1 were started",
+        ),
+        (
+            {"infinipipe": {"model": {"config": TINY}, "cluster": "moon"}},
+            [],
+            "cluster 'moon' is neither a file nor a built-in name",
+        ),
+        (
             {"infinipipe": {"model": {"config": {**TINY, "model_type": "gpt2"}}}},
             [],
             "model type 'gpt2' is not supported",
@@ -225,10 +238,14 @@ def test_the_module_and_the_console_script_are_the_same_program() -> None:
 def test_bad_training_input_is_exit_code_2_before_torch_is_loaded(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     config: dict[str, object] | None,
     more: list[str],
     expected: str,
 ) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored afterwards, whatever the verb sets
+        monkeypatch.delenv(name)
     file = tmp_path / "absent.json"
     if config is not None:
         file = tmp_path / "run.json"

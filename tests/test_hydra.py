@@ -49,7 +49,7 @@ def test_the_committed_quickstart_is_what_hydra_composes() -> None:
 def test_values_and_groups_are_overridden(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     overrides = ["model=llama_tiny", "planner=full_recompute", "train_batch_size=3"]
-    overrides += ["infinipipe.parallel.pp=4", "+infinipipe.planner.alignment=8"]
+    overrides += ["infinipipe.parallel.pp=4", "infinipipe.planner.alignment=8"]
     assert main(["config", "-o", str(out), *overrides]) == 0
     config = InfiniPipeConfig.from_deepspeed(out)
     assert config.planner.recompute == "full"
@@ -71,8 +71,9 @@ def test_an_experiment_has_the_last_word_but_one(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("model=gpt9", "Could not find 'model/gpt9'"),
-        ("infinipipe.planner.recompte=full", "Could not override"),
+        ("infinipipe.planner.recompte=full", "did you mean 'recompute'?"),
         ("+infinipipe.planner.recompte=full", "did you mean 'recompute'?"),
+        ("train_batchsize=4", "Could not override 'train_batchsize'"),
         ("data=folder", "infinipipe.data.path"),
         ("planner", "missing EQUAL"),
     ],
@@ -100,11 +101,37 @@ def test_a_multirun_over_two_planner_settings_predicts_both(tmp_path: Path) -> N
 
 
 def test_a_point_without_a_plan_is_a_result_of_the_sweep(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "+infinipipe.planner.memory_limit_gib=0.001,4.0")
+    done = sweep(tmp_path, "infinipipe.planner.memory_limit_gib=0.001,4.0")
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads((tmp_path / f"out/{i}/prediction.json").read_text()) for i in (0, 1)]
     assert [o["status"] for o in outcomes] == ["infeasible", "planned"]
     assert outcomes[0]["reason"]
+
+
+@pytest.mark.parametrize("launcher_code", [0, 7])
+def test_a_training_sweep_starts_the_launcher_for_every_point(
+    tmp_path: Path, launcher_code: int
+) -> None:
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import sys, pathlib\n"
+        "pathlib.Path('started').open('a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        f"sys.exit({launcher_code})\n"
+    )
+    done = sweep(
+        tmp_path,
+        "planner=adaptive,greedy",
+        "infinipipe.data.context_length=1024",
+        "infinipipe.data.over_length=truncate",
+        "sweep.run=train",
+        f"sweep.launcher=[{sys.executable},{launcher}]",
+    )
+    started = (tmp_path / "started").read_text().splitlines()
+    assert started[0].startswith("--module ds_infinipipe train --deepspeed_config ")
+    assert Path(started[0].split()[-1]).is_file()
+    assert (done.returncode, len(started)) == ((0, 2) if launcher_code == 0 else (1, 1))
+    if launcher_code:
+        assert "ended with exit code 7" in done.stderr
 
 
 def test_a_wrong_sweep_is_exit_code_2(tmp_path: Path) -> None:

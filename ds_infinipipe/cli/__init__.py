@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         rank = os.environ.get("RANK")
         where = "" if rank is None else f" (rank {rank})"
-        print(f"{_PROGRAM} {args.verb}{where}: {error}", file=sys.stderr)
+        # one write, so that the messages of several ranks do not mix
+        sys.stderr.write(f"{_PROGRAM} {args.verb}{where}: {error}\n")
         return error.exit_code
     except BrokenPipeError:
         # the reader of our output has gone; keep the interpreter from flushing into it at exit

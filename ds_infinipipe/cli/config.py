@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError
 
-__all__ = ["add_arguments", "compose_config", "config_text", "run"]
+__all__ = ["add_arguments", "allow_new_keys", "compose_config", "config_text", "run"]
 
 CONFIG_MODULE = "ds_infinipipe.configs"
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="GROUP=CHOICE|KEY=VALUE",
-        help="Hydra overrides; a key the groups do not set is added by +KEY=VALUE",
+        help="Hydra overrides; a new key without dots is added by +KEY=VALUE",
     )
 
 
@@ -47,7 +48,7 @@ def compose_config(overrides: Sequence[str], name: str = "train") -> dict[str, A
 
     try:
         with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            composed = compose(name, overrides=list(overrides))
+            composed = compose(name, overrides=allow_new_keys(overrides))
             config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -55,6 +56,15 @@ def compose_config(overrides: Sequence[str], name: str = "train") -> dict[str, A
     settings = {str(key): value for key, value in config.items()}
     InfiniPipeConfig.from_deepspeed(settings)
     return settings
+
+
+def allow_new_keys(overrides: Sequence[str]) -> list[str]:
+    """Let dotted keys name fields that no group sets, which Hydra takes only behind "++".
+
+    Nothing is lost by it: the composed section is validated field by field.
+    """
+    own = re.compile(r"(?!hydra\.|sweep\.)\w+(\.\w+)+=")
+    return ["++" + text if own.match(text) else text for text in overrides]
 
 
 def config_text(config: dict[str, Any]) -> str:

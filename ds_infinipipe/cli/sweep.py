@@ -10,13 +10,14 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_infinipipe.cli.config import CONFIG_MODULE, config_text
+from ds_infinipipe.cli.config import CONFIG_MODULE, allow_new_keys, config_text
 from ds_infinipipe.errors import ConfigError, InfeasiblePlanError, InfiniPipeError
 
 __all__ = ["add_arguments", "run"]
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         assert isinstance(config, dict)
         settings = HydraConfig.get()
-        label = ",".join(settings.overrides.task) or "as composed"
         folder = Path(settings.runtime.output_dir)
-        outcomes.append({"point": label, **_run_point({str(k): config[k] for k in config}, folder)})
+        outcome = _run_point({str(k): config[k] for k in config}, folder)
+        outcomes.append({"overrides": tuple(settings.overrides.task), **outcome})
 
     with _hydra_call(args.rest):
         try:
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _hydra_call(arguments: Sequence[str]) -> Iterator[None]:
     """Hydra reads sys.argv, and exits by itself on errors unless told to let them through."""
     before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["infinipipe sweep", *arguments]
+    sys.argv = ["infinipipe sweep", *allow_new_keys(arguments)]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield
@@ -98,8 +99,12 @@ def _run_point(composed: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _train(file: Path, launcher: Sequence[str]) -> None:
     """One run of the launcher; raises InfiniPipeError with its exit code where it fails."""
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which(launcher[0], path=beside) if launcher else None
+    if program is None:
+        raise ConfigError(f"sweep.launcher {list(launcher)}: there is no such program")
     tail = ["--module", "ds_infinipipe", "train", "--deepspeed_config", str(file)]
-    command = [*launcher, *tail]
+    command = [program, *launcher[1:], *tail]
     logger.info("%s", " ".join(command))
     done = subprocess.run(command, check=False)
     if done.returncode:
@@ -107,15 +112,17 @@ def _train(file: Path, launcher: Sequence[str]) -> None:
 
 
 def _table(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """One line a point."""
+    """One line a point, named by the overrides that not all points share."""
+    shared = set.intersection(*(set(o["overrides"]) for o in outcomes)) if outcomes else set()
     rows = [("point", "status", "step s", "tokens/s", "bubble", "peak GiB", "recomputed layers")]
     for o in outcomes:
+        point = " ".join(t.lstrip("+") for t in o["overrides"] if t not in shared) or "as composed"
         if o["status"] != "planned":
-            rows.append((o["point"], o["status"], "-", "-", "-", "-", "-"))
+            rows.append((point, o["status"], "-", "-", "-", "-", "-"))
             continue
         rows.append(
             (
-                o["point"],
+                point,
                 o["status"],
                 f"{o['step_time_s']:.3f}",
                 f"{o['tokens_per_s']:.0f}",
