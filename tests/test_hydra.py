@@ -129,7 +129,7 @@ def test_a_training_sweep_starts_the_launcher_for_every_point(
     started = (tmp_path / "started").read_text().splitlines()
     assert started[0].startswith("--module ds_infinipipe train --deepspeed_config ")
     assert Path(started[0].split()[-1]).is_file()
-    assert (done.returncode, len(started)) == ((0, 2) if launcher_code == 0 else (1, 1))
+    assert (done.returncode, len(started)) == (0 if launcher_code == 0 else 1, 2)
     if launcher_code:
         assert "ended with exit code 7" in done.stderr
 
