@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
+from ds_infinipipe.planner.links import all2all_s, gather_s, p2p_token_s
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk
 
@@ -78,8 +79,7 @@ def analytic_coefficients(
     query_width = sp * local_heads(model, sp) * model.head_dim
     kv_width = sp * local_kv_heads(model, sp) * model.head_dim
     area_flops = 2 * query_width
-    leaving = (sp - 1) / sp
-    all2all_bytes = model.dtype_bytes * (2 * query_width + 2 * kv_width) / sp * leaving
+    all2all_bytes = model.dtype_bytes * (2 * query_width + 2 * kv_width) / sp
     layer_bytes = model.dtype_bytes * model.layer_params
     forward_rate = cluster.peak_flops * cluster.attention_forward_efficiency * sp
     backward_rate = cluster.peak_flops * cluster.attention_backward_efficiency * sp
@@ -87,11 +87,11 @@ def analytic_coefficients(
         linear_s=2 * model.layer_params / linear_rate,
         attention_forward_s=area_flops / forward_rate,
         attention_backward_s=_ATTENTION_BACKWARD_FLOPS * area_flops / backward_rate,
-        all2all_s=all2all_bytes / cluster.all2all_bandwidth,
+        all2all_s=all2all_s(all2all_bytes, sp, cluster),
         overhead_forward_s=cluster.layer_overhead_forward_s,
         overhead_backward_s=cluster.layer_overhead_backward_s,
         latency_s=_ALL2ALLS_PER_LAYER * cluster.collective_latency_s if sp > 1 else 0.0,
-        gather_s=leaving * layer_bytes / cluster.gather_bandwidth if zero_stage == 3 else 0.0,
+        gather_s=gather_s(layer_bytes, sp, cluster) if zero_stage == 3 else 0.0,
         gather_overlap=cluster.zero_overlap,
         logits_s=2 * model.embedding_params / linear_rate,
     )
@@ -101,19 +101,28 @@ class CostModel:
     """Predicts chunk times for one model, cluster and layout."""
 
     def __init__(
-        self, model: ModelSpec, cluster: ClusterSpec, layout: Layout, zero_stage: int = 3
+        self,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        layout: Layout,
+        zero_stage: int = 3,
+        *,
+        coefficients: CostCoefficients | None = None,
     ) -> None:
-        """Raises ConfigError for a ZeRO stage other than 0 and 3."""
+        """`coefficients` replaces the analytic ones.
+
+        Raises ConfigError for a ZeRO stage other than 0 and 3.
+        """
         if zero_stage not in (0, 3):
             raise ConfigError(
                 f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3"
             )
         self.layout = layout
-        self.coefficients = analytic_coefficients(model, cluster, layout, zero_stage)
+        self.coefficients = coefficients or analytic_coefficients(
+            model, cluster, layout, zero_stage
+        )
         self._mean_layers = model.num_layers / layout.pp
-        nodes_per_stage = max(1, layout.sp // cluster.devices_per_node)
-        bandwidth = cluster.node_p2p_bandwidth * nodes_per_stage
-        self._p2p_token_s = model.dtype_bytes * model.hidden_size / bandwidth
+        self._p2p_token_s = p2p_token_s(model, layout, cluster)
         self._p2p_latency_s = cluster.p2p_latency_s
 
     @property

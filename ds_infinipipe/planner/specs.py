@@ -1,14 +1,19 @@
-"""Models, clusters and layouts as plain data, and the built-in ones."""
+"""Models and layouts as plain data, and the built-in models; clusters have their own module."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.clusters import (
+    BUILTIN_CLUSTERS,
+    ClusterSpec,
+    load_cluster,
+    read_json_object,
+)
 
 __all__ = [
     "BUILTIN_CLUSTERS",
@@ -63,33 +68,6 @@ class ModelSpec:
     @property
     def embedding_params(self) -> int:
         return self.vocab_size * self.hidden_size
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """Devices and links. Bandwidths are bytes per second and per device unless they say node."""
-
-    name: str
-    num_nodes: int
-    devices_per_node: int
-    memory_bytes: int
-    peak_flops: float
-    linear_efficiency: float
-    attention_forward_efficiency: float
-    attention_backward_efficiency: float
-    gather_bandwidth: float
-    all2all_bandwidth: float
-    node_p2p_bandwidth: float
-    collective_latency_s: float
-    p2p_latency_s: float
-    layer_overhead_forward_s: float
-    layer_overhead_backward_s: float
-    zero_overlap: float = 1.0
-    """Share of a parameter gather that hides under compute, 0 to 1."""
-
-    @property
-    def num_devices(self) -> int:
-        return self.num_nodes * self.devices_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +126,6 @@ def _check_heads(model: ModelSpec, sp: int) -> None:
         )
 
 
-_GIB = 2**30
-
-
 def _llama(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
     return ModelSpec(name, layers, hidden, ffn, heads, heads, hidden // heads, 32000)
 
@@ -159,45 +134,6 @@ BUILTIN_MODELS: Mapping[str, ModelSpec] = {
     "llama-7b": _llama("llama-7b", 32, 4096, 11008, 32),
     "llama-13b": _llama("llama-13b", 40, 5120, 13824, 40),
     "llama-30b": _llama("llama-30b", 60, 6656, 17920, 52),
-}
-
-BUILTIN_CLUSTERS: Mapping[str, ClusterSpec] = {
-    "a800-80g-4x8": ClusterSpec(
-        name="a800-80g-4x8",
-        num_nodes=4,
-        devices_per_node=8,
-        memory_bytes=72 * _GIB,
-        peak_flops=312e12,
-        linear_efficiency=0.58,
-        attention_forward_efficiency=0.55,
-        attention_backward_efficiency=0.45,
-        gather_bandwidth=165e9,
-        all2all_bandwidth=140e9,
-        node_p2p_bandwidth=42.5e9,
-        collective_latency_s=15e-6,
-        p2p_latency_s=20e-6,
-        layer_overhead_forward_s=0.25e-3,
-        layer_overhead_backward_s=0.45e-3,
-    ),
-    # one core per rank, float32, gloo over shared memory
-    "cpu-local": ClusterSpec(
-        name="cpu-local",
-        num_nodes=64,
-        devices_per_node=64,
-        memory_bytes=4 * _GIB,
-        peak_flops=60e9,
-        linear_efficiency=0.8,
-        attention_forward_efficiency=0.6,
-        attention_backward_efficiency=0.6,
-        gather_bandwidth=1e9,
-        all2all_bandwidth=0.5e9,
-        node_p2p_bandwidth=1e9,
-        collective_latency_s=0.5e-3,
-        p2p_latency_s=1e-3,
-        layer_overhead_forward_s=1e-3,
-        layer_overhead_backward_s=2e-3,
-        zero_overlap=0.0,
-    ),
 }
 
 
@@ -238,35 +174,6 @@ def load_model(name_or_path: str) -> ModelSpec:
         return BUILTIN_MODELS[name_or_path]
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
-    return model_from_hf(_read_json(path, "model", BUILTIN_MODELS), path.parent.name or path.stem)
-
-
-def load_cluster(name_or_path: str) -> ClusterSpec:
-    """A built-in name, or a JSON file with ClusterSpec's fields.
-
-    `base` may name a built-in whose fields fill what the file leaves out.
-    """
-    if name_or_path in BUILTIN_CLUSTERS:
-        return BUILTIN_CLUSTERS[name_or_path]
-    fields = dict(_read_json(Path(name_or_path), "cluster", BUILTIN_CLUSTERS))
-    base = fields.pop("base", None)
-    if base is not None and base not in BUILTIN_CLUSTERS:
-        raise ConfigError(f"cluster base {base!r} is not one of {', '.join(BUILTIN_CLUSTERS)}")
-    try:
-        return replace(BUILTIN_CLUSTERS[base], **fields) if base else ClusterSpec(**fields)
-    except TypeError as error:
-        raise ConfigError(f"cluster file {name_or_path}: {error}") from error
-
-
-def _read_json(path: Path, what: str, builtins: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise ConfigError(
-            f"{what} {str(path)!r} is neither a file nor a built-in name ({', '.join(builtins)})"
-        )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{what} file {path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{what} file {path} must hold one JSON object")
-    return data
+    return model_from_hf(
+        read_json_object(path, "model", BUILTIN_MODELS), path.parent.name or path.stem
+    )

@@ -151,7 +151,8 @@ def test_padded_heads_are_computed_and_exchanged() -> None:
 
 def test_replicated_kv_heads_are_exchanged() -> None:
     grouped = replace(MODEL, num_heads=4, head_dim=2, num_kv_heads=1)
-    c = CostModel(grouped, CLUSTER, Layout(1, 4, 1, (4,))).coefficients
+    cluster = replace(CLUSTER, devices_per_node=4)
+    c = CostModel(grouped, cluster, Layout(1, 4, 1, (4,))).coefficients
     # one kv head of 2 on each of 4 ranks: 2 bytes * (2 * 8 + 2 * 8) / 4 * 3/4 at 16 bytes/s
     assert c.all2all_s == pytest.approx(2 * 32 / 4 * 0.75 / 16)
 
