@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.types import Chunk, Op
@@ -11,7 +13,10 @@ __all__ = [
     "backward_order",
     "count_slices",
     "forward_order",
+    "shrinking_windows",
+    "slices_by_position",
     "stage_operations",
+    "static_windows",
     "window_size",
 ]
 
@@ -82,22 +87,60 @@ def window_size(pp: int, stage: int, num_split: int) -> int:
     return pp - 1 - stage + num_split
 
 
+def static_windows(
+    pp: int, num_chunks: int, num_split: int, extra: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Eq. 7 before every backward: `result[stage][j]` is the window before the j-th backward.
+
+    `extra` chunks more in flight let transfers hide; the verifier allows none.
+    """
+    return tuple((window_size(pp, stage, num_split) + extra,) * num_chunks for stage in range(pp))
+
+
+def slices_by_position(chunks: Sequence[Chunk], backward: Sequence[int]) -> tuple[int, ...]:
+    """Slices, among `backward`, of the sequence at each position of it; 1 for batched chunks."""
+    counts = Counter(
+        chunks[chunk].slices[0].sequence for chunk in backward if chunks[chunk].keeps_kv
+    )
+    return tuple(
+        counts[chunks[chunk].slices[0].sequence] if chunks[chunk].keeps_kv else 1
+        for chunk in backward
+    )
+
+
+def shrinking_windows(
+    pp: int, slices: Sequence[int], extra: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Windows that shrink with the sequences still to come: w(p, j) = pp - 1 - p + m(j) + extra.
+
+    `slices` are those of `slices_by_position`, m(j) is the largest of them from position j on. The
+    last stage still holds a whole sequence before its tail's backward, and no stage a smaller
+    window than the next one, so nothing deadlocks. Memory falls as soon as the long sequences are
+    done.
+    Deviation: Eq. 7 keeps N_split of the whole pipeline to its end.
+    """
+    largest = tuple(accumulate(reversed(slices), max))[::-1]
+    return tuple(tuple(pp - 1 - stage + m + extra for m in largest) for stage in range(pp))
+
+
 def stage_operations(
-    forward: Sequence[int], backward: Sequence[int], window: int
+    forward: Sequence[int], backward: Sequence[int], window: int | Sequence[int]
 ) -> tuple[tuple[Op, int], ...]:
     """F and B of one stage: before the j-th backward, forwards up to j + window have run.
 
-    Raises ScheduleError when the window is so small that a backward would precede its forward.
+    `window` is one number or one per backward. Raises ScheduleError when a window is so small that
+    a backward would precede its forward.
     """
     operations: list[tuple[Op, int]] = []
     issued: set[int] = set()
-    for position, chunk in enumerate(backward):
-        for ahead in forward[len(issued) : position + window]:
+    windows = [window] * len(backward) if isinstance(window, int) else window
+    for position, (chunk, size) in enumerate(zip(backward, windows, strict=True)):
+        for ahead in forward[len(issued) : position + size]:
             operations.append((Op.FORWARD, ahead))
             issued.add(ahead)
         if chunk not in issued:
             raise ScheduleError(
-                f"a window of {window} chunks reaches B{chunk} before F{chunk}: "
+                f"a window of {size} chunks reaches B{chunk} before F{chunk}: "
                 "the window must hold every slice of a sequence"
             )
         operations.append((Op.BACKWARD, chunk))

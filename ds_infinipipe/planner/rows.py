@@ -133,6 +133,21 @@ class StageMoments:
         transient = np.where(counts[self.chunk] > 0, self.charged, self.plain)
         return np.asarray(self.base + transient - released)
 
+    def binding(
+        self, limit_bytes: int, saving: IntArray
+    ) -> tuple[IntArray, NDArray[np.bool_]] | None:
+        """Bytes to save at every moment, and which moments need a row; those imply the others.
+
+        None when a moment does not fit with every layer of its live chunks recomputed.
+        """
+        need = self.base + self.charged - limit_bytes
+        fits = self.base + self.plain <= limit_bytes
+        first_layer = saving[self.chunk]
+        binds = ~(fits & (need <= first_layer))
+        if (need > self.layers * self.live_saving)[binds].any():
+            return None
+        return need, binds & ~_dominated(self, need, first_layer, binds)
+
 
 @dataclass(frozen=True)
 class MemoryRows:
@@ -214,13 +229,11 @@ class PipelineMemory:
         )
 
     def _stage_rows(self, moments: StageMoments, limit_bytes: int) -> MemoryRows | None:
-        need = moments.base + moments.charged - limit_bytes
-        fits = moments.base + moments.plain <= limit_bytes
-        first_layer = self.bytes.saving[moments.chunk]
-        binds = ~(fits & (need <= first_layer))
-        if (need > moments.layers * moments.live_saving)[binds].any():
+        selected = moments.binding(limit_bytes, self.bytes.saving)
+        if selected is None:
             return None
-        binding = np.flatnonzero(binds & ~_dominated(moments, need, first_layer, binds))
+        need, keeps = selected
+        binding = np.flatnonzero(keeps)
         chunks = np.array(self.forward, dtype=np.int64)
         entered, left = self._lifetimes(moments)
         live = (entered[None] <= binding[:, None]) & (binding[:, None] <= left[None])

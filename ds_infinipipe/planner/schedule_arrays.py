@@ -1,0 +1,181 @@
+"""Operation lists and their simulation as arrays: fast enough to try many candidates per batch.
+
+What order.py, lower.py and simulate.py say in words, through the compiled kernels.py; results are
+the same to the last bit. An operation is an int64: k is F of chunk k, -(k + 1) its B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.costs import ChunkCosts
+from ds_infinipipe.planner.order import (
+    backward_order,
+    count_slices,
+    forward_order,
+    shrinking_windows,
+    slices_by_position,
+    static_windows,
+)
+from ds_infinipipe.planner.types import Chunk, Op, Span, Timeline
+
+__all__ = [
+    "ScheduleArrays",
+    "SimulatedSchedule",
+    "build_schedule",
+    "join_schedules",
+    "load_kernels",
+    "shrinking_schedule",
+    "simulate_schedule",
+    "static_schedule",
+]
+
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+
+_SHOWN_STAGES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleArrays:
+    """F and B of every stage: `operations` [pp, m] over chunk ids.
+
+    `forward` and `backward` [m / 2] are the orders that all stages share; of several joined
+    pipelines, one after the other.
+    """
+
+    operations: IntArray
+    forward: IntArray
+    backward: IntArray
+
+    @property
+    def pp(self) -> int:
+        return int(self.operations.shape[0])
+
+    def as_operations(self) -> tuple[tuple[tuple[Op, int], ...], ...]:
+        """The lists that `lower_plan` takes."""
+        return tuple(
+            tuple((Op.FORWARD, k) if k >= 0 else (Op.BACKWARD, -k - 1) for k in row)
+            for row in self.operations.tolist()
+        )
+
+
+def build_schedule(
+    forward: Sequence[int], backward: Sequence[int], windows: Sequence[Sequence[int]]
+) -> ScheduleArrays:
+    """`stage_operations` of all stages; windows[stage][j] chunks in flight before backward j.
+
+    Raises ScheduleError when a backward would precede its forward.
+    """
+    orders = np.array(forward, dtype=np.int64), np.array(backward, dtype=np.int64)
+    sizes = np.array(windows, dtype=np.int64)
+    operations, stage, position = load_kernels().build_operations(*orders, sizes)
+    if stage >= 0:
+        chunk = backward[position]
+        raise ScheduleError(
+            f"stage {stage}: a window of {sizes[stage, position]} chunks reaches B{chunk} before "
+            f"F{chunk}: the window must hold every slice of a sequence"
+        )
+    return ScheduleArrays(operations, *orders)
+
+
+def static_schedule(
+    chunks: Sequence[Chunk], pp: int, members: Sequence[int] | None = None, extra: int = 0
+) -> ScheduleArrays:
+    """One pipeline of `members` (all chunks) in the usual orders under the windows of Eq. 7."""
+    forward = forward_order(chunks, range(len(chunks)) if members is None else members)
+    backward = backward_order(chunks, forward)
+    num_split = count_slices(chunks, forward)
+    return build_schedule(forward, backward, static_windows(pp, len(forward), num_split, extra))
+
+
+def shrinking_schedule(
+    chunks: Sequence[Chunk], pp: int, members: Sequence[int] | None = None, extra: int = 0
+) -> ScheduleArrays:
+    """One pipeline of `members` (all chunks) in the usual orders, its windows shrinking."""
+    forward = forward_order(chunks, range(len(chunks)) if members is None else members)
+    backward = backward_order(chunks, forward)
+    windows = shrinking_windows(pp, slices_by_position(chunks, backward), extra)
+    return build_schedule(forward, backward, windows)
+
+
+def join_schedules(pipelines: Sequence[ScheduleArrays]) -> ScheduleArrays:
+    """Pipelines one after the other, as a plan of several groups runs them."""
+    return ScheduleArrays(
+        np.concatenate([p.operations for p in pipelines], axis=1),
+        np.concatenate([p.forward for p in pipelines]),
+        np.concatenate([p.backward for p in pipelines]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedSchedule:
+    """When every operation runs: `start_s` and `end_s` [pp, m] beside the operations."""
+
+    schedule: ScheduleArrays
+    start_s: FloatArray
+    end_s: FloatArray
+    busy_s: FloatArray
+    makespan_s: float
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over makespan, averaged over stages."""
+        available_s = self.makespan_s * self.busy_s.size
+        return 1.0 - float(self.busy_s.sum()) / available_s if available_s else 0.0
+
+    def timeline(self) -> Timeline:
+        """The same as `simulate` returns; takes longer than the simulation."""
+        starts, ends = self.start_s.tolist(), self.end_s.tolist()
+        spans = tuple(
+            Span(stage, op, chunk, start, end)
+            for stage, row in enumerate(self.schedule.as_operations())
+            for (op, chunk), start, end in zip(row, starts[stage], ends[stage], strict=True)
+        )
+        return Timeline(spans, self.makespan_s, self.bubble_ratio, tuple(self.busy_s.tolist()))
+
+
+def simulate_schedule(
+    schedule: ScheduleArrays, costs: ChunkCosts, counts: IntArray | None = None
+) -> SimulatedSchedule:
+    """Timeline of one step in which stage p recomputes counts[p, k] layers of chunk k (none).
+
+    `counts` are [pp, chunks], by chunk id. Raises ScheduleError where the operations deadlock.
+    """
+    layers = np.zeros(costs.forward_s.shape, dtype=np.int64) if counts is None else counts
+    start_s, end_s, busy_s, done = load_kernels().simulate_operations(
+        schedule.operations,
+        np.ascontiguousarray(costs.forward_s, dtype=np.float64),
+        np.ascontiguousarray(costs.backward_s, dtype=np.float64),
+        np.ascontiguousarray(layers * costs.recompute_s, dtype=np.float64),
+        np.ascontiguousarray(costs.p2p_s, dtype=np.float64),
+    )
+    if done.min(initial=end_s.shape[1]) < end_s.shape[1]:
+        raise ScheduleError(_describe_deadlock(schedule, done))
+    makespan_s = float(end_s[:, -1].max()) if end_s.size else 0.0
+    return SimulatedSchedule(schedule, start_s, end_s, busy_s, makespan_s)
+
+
+def _describe_deadlock(schedule: ScheduleArrays, done: IntArray) -> str:
+    length = schedule.operations.shape[1]
+    stuck = [stage for stage in range(schedule.pp) if done[stage] < length]
+    rows = []
+    for stage in stuck[:_SHOWN_STAGES]:
+        operation = int(schedule.operations[stage, done[stage]])
+        text = f"F{operation}" if operation >= 0 else f"B{-operation - 1}"
+        rows.append(f"stage {stage} waits at {text} ({done[stage]} of {length} done)")
+    return f"the operations deadlock with {len(stuck)} stages stuck: {'; '.join(rows)}"
+
+
+def load_kernels() -> ModuleType:
+    """Imported late: numba takes its time, and paper mode does not need it."""
+    from ds_infinipipe.planner import kernels
+
+    return kernels
