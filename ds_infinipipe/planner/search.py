@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 
 from ds_infinipipe.errors import DataError
 from ds_infinipipe.planner.candidates import Candidate, Chunking
 from ds_infinipipe.planner.chunking import chunk_sequences
 from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
@@ -50,6 +52,8 @@ def plan_batch(
 
     Raises DataError for an empty batch or a length below 1, InfeasiblePlanError where no plan fits
     the memory limit.
+    After `settings.deadline_s` no further K is solved: the best so far is executed or, without one,
+    the first that fits greedily; `solver.status` and `solver.note` say so.
     Deviation: K is not tried where even without recomputation its proxy could not win.
     """
     started_s = time.perf_counter()
@@ -61,18 +65,57 @@ def plan_batch(
         model, layout, zero_stage=zero_stage, loss_block_tokens=settings.loss_block_tokens
     )
     check_states(memory, limit_bytes)
-    chunkings = _chunkings(batch, cost, memory, limit_bytes, settings)
+    deadline = Deadline.of(settings, batch, cost)
+    source = _chunkings(batch, cost, memory, limit_bytes, settings)
+    chunkings: list[Chunking] = []
+    found = _search(source, chunkings, deadline)
+    if found is None:
+        raise infeasible_plan(chunkings, batch, settings)
+    plan = _assemble(found, batch, model, cluster, zero_stage, started_s)
+    verify_plan(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The chosen candidate; `status` is the best its solver status may be, `note` says why."""
+
+    candidate: Candidate
+    status: str = "optimal"
+    note: str = ""
+
+
+def _search(
+    source: Iterator[Chunking], chunkings: list[Chunking], deadline: Deadline
+) -> _Found | None:
+    """The candidate to execute; `chunkings` receives what was looked at."""
+    for chunking in source:
+        chunkings.append(chunking)
+        if deadline.is_over:
+            break
+    candidate, num_solved = _cheapest(chunkings, deadline)
+    if not deadline.is_over:
+        return _finish(candidate, chunkings, deadline)
+    late = f"deadline of {deadline.limit_s:.3g} s reached"
+    if candidate is not None:
+        solved = f"{num_solved} number{'' if num_solved == 1 else 's'} of slices"
+        return _Found(candidate, "feasible", f"{late}, the best plan of {solved} is taken")
+    candidate = _first_greedy(source, chunkings)
+    if candidate is not None:
+        return _Found(candidate, "fallback", f"{late} before any plan, a greedy one is taken")
+    # an error must be right, however late: greedy may miss what a solver finds
+    candidate, _ = _cheapest(chunkings, Deadline())
+    return _finish(candidate, chunkings, deadline)
+
+
+def _finish(
+    candidate: Candidate | None, chunkings: Sequence[Chunking], deadline: Deadline
+) -> _Found | None:
     note = ""
-    candidate = _cheapest(chunkings)
     if candidate is None:
         note = "no grouping by slice counts fits; sequences of equal slice count were parted"
         candidate = _first_that_fits(chunkings)
-    if candidate is None:
-        raise infeasible_plan(chunkings, batch, settings)
-    candidate = candidate.chunking.polish(candidate)
-    plan = _assemble(candidate, batch, model, cluster, zero_stage, note, started_s)
-    verify_plan(plan)
-    return plan
+    return None if candidate is None else _Found(_polish(candidate, deadline), note=note)
 
 
 def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -93,10 +136,10 @@ def _chunkings(
     memory: MemoryModel,
     limit_bytes: int,
     settings: PlannerSettings,
-) -> tuple[Chunking, ...]:
+) -> Iterator[Chunking]:
     """Algorithm 1 for every K; a K that cuts like a smaller one is left out."""
     token_limit = None if settings.token_limit == "auto" else settings.token_limit
-    found: dict[object, Chunking] = {}
+    seen: set[object] = set()
     for k in range(1, settings.slice_limit(memory.layout.pp) + 1):
         chunks = chunk_sequences(
             lengths,
@@ -108,20 +151,55 @@ def _chunkings(
             memory.layout.sp,
             token_limit,
         )
-        if chunks not in found:
-            found[chunks] = Chunking.of(k, chunks, cost, memory, limit_bytes, settings)
-    return tuple(found.values())
+        if chunks not in seen:
+            seen.add(chunks)
+            yield Chunking.of(k, chunks, cost, memory, limit_bytes, settings)
 
 
-def _cheapest(chunkings: Sequence[Chunking]) -> Candidate | None:
-    """The candidate with the smallest proxy; ties go to the smaller lower bound, then K."""
+def _cheapest(chunkings: Sequence[Chunking], deadline: Deadline) -> tuple[Candidate | None, int]:
+    """The candidate with the smallest proxy, and how many chunkings were solved for it.
+
+    Ties go to the smaller lower bound, then K.
+    """
     best: Candidate | None = None
+    num_solved = 0
     for chunking in sorted(chunkings, key=lambda c: (c.lower_bound_s, c.k)):
         if best is not None and chunking.lower_bound_s >= best.proxy_s:
             break
+        if deadline.is_over:
+            break
         below_s = float("inf") if best is None else best.proxy_s
         best = chunking.group(below_s) or best
-    return best
+        num_solved += 1
+    return best, num_solved
+
+
+def _first_greedy(source: Iterator[Chunking], chunkings: list[Chunking]) -> Candidate | None:
+    """Uniform recomputation of the first chunking that fits with it, the known ones first."""
+    for chunking in sorted(chunkings, key=lambda c: (c.lower_bound_s, c.k)):
+        candidate = _with_settings(chunking, solver="greedy").split_apart()
+        if candidate is not None:
+            return candidate
+    for chunking in source:
+        chunkings.append(chunking)
+        candidate = _with_settings(chunking, solver="greedy").split_apart()
+        if candidate is not None:
+            return candidate
+    return None
+
+
+def _polish(candidate: Candidate, deadline: Deadline) -> Candidate:
+    """The same pipelines solved with what effort the deadline leaves."""
+    chunking = candidate.chunking
+    if deadline.is_over:
+        return candidate
+    if deadline.remaining_s < chunking.settings.solver_time_limit_s:
+        chunking = _with_settings(chunking, solver_time_limit_s=deadline.remaining_s)
+    return chunking.polish(candidate)
+
+
+def _with_settings(chunking: Chunking, **changes: object) -> Chunking:
+    return replace(chunking, settings=chunking.settings.model_copy(update=changes))
 
 
 def _first_that_fits(chunkings: Sequence[Chunking]) -> Candidate | None:
@@ -130,14 +208,14 @@ def _first_that_fits(chunkings: Sequence[Chunking]) -> Candidate | None:
 
 
 def _assemble(
-    candidate: Candidate,
+    found: _Found,
     lengths: tuple[int, ...],
     model: ModelSpec,
     cluster: ClusterSpec,
     zero_stage: int,
-    note: str,
     started_s: float,
 ) -> Plan:
+    candidate = found.candidate
     chunking = candidate.chunking
     layout, settings = chunking.memory.layout, chunking.settings
     pipelines = tuple(
@@ -163,7 +241,7 @@ def _assemble(
         pipelines=pipelines,
         streams=streams,
         predicted=predicted,
-        solver=_solver_stats(candidate, note, time.perf_counter() - started_s),
+        solver=_solver_stats(found, time.perf_counter() - started_s),
         zero_stage=zero_stage,
         loss_block_tokens=settings.loss_block_tokens,
     )
@@ -201,11 +279,12 @@ def _predict(candidate: Candidate, streams: Sequence[Sequence[Instruction]]) -> 
     )
 
 
-def _solver_stats(candidate: Candidate, note: str, time_s: float) -> SolverStats:
+def _solver_stats(found: _Found, time_s: float) -> SolverStats:
+    candidate = found.candidate
     solutions = [solved.solution for solved in candidate.pipelines]
     total = sum(solution.total for solution in solutions)
     bound = sum(solution.bound for solution in solutions)
-    statuses = [solution.status for solution in solutions]
+    statuses = [found.status, *(solution.status for solution in solutions)]
     status = next((s for s in ("fallback", "feasible") if s in statuses), "optimal")
     return SolverStats(
         mode=candidate.chunking.settings.mode,
@@ -213,5 +292,5 @@ def _solver_stats(candidate: Candidate, note: str, time_s: float) -> SolverStats
         status=status,
         gap=(total - bound) / total if total else 0.0,
         time_s=time_s,
-        note=note,
+        note=found.note,
     )

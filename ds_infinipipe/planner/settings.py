@@ -46,6 +46,11 @@ class PlannerSettings(BaseModel):
     solver_time_limit_s: float = Field(default=2.0, gt=0.0)
     """Limit per solve, mapped to CP-SAT's deterministic time so that plans stay reproducible."""
 
+    deadline_s: _PositiveFloat | Literal["auto"] | None = None
+    """Seconds after which planning takes the best plan it has, or a greedy one; what it is then
+    depends on the machine's speed. "auto": the work of one step, which hides planning beside
+    training. Default: none."""
+
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the solver."""
 

@@ -21,10 +21,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What is alive on one rank of a stage while one F or B runs, bytes.
+    """What is alive on one rank of a stage while one F or B runs, or after it, bytes.
 
-    `instruction` is its place in the stage's stream; `freed` is the part that its end frees, the
-    transient apart.
+    `instruction` is its place in the stage's stream.
     """
 
     instruction: int
@@ -33,16 +32,10 @@ class MemoryUsage:
     kv_arenas: int
     kv_gradients: int
     transient: int
-    freed: int = 0
 
     @property
     def total(self) -> int:
         return self.states + self.activations + self.kv_arenas + self.kv_gradients + self.transient
-
-    @property
-    def left(self) -> int:
-        """Bytes alive after the instruction."""
-        return self.total - self.transient - self.freed
 
 
 def peak_bytes_by_stage(plan: Plan) -> tuple[int, ...]:
@@ -54,7 +47,11 @@ def peak_usages(plan: Plan) -> tuple[MemoryUsage, ...]:
     """By stage, the first instruction at which most bytes are alive."""
     # max() keeps the first of equals
     return tuple(
-        max(memory_usage(plan, stage), key=lambda usage: usage.total, default=_idle(plan, stage))
+        max(
+            (during for during, _ in memory_usage(plan, stage)),
+            key=lambda usage: usage.total,
+            default=_idle(plan, stage),
+        )
         for stage in range(plan.layout.pp)
     )
 
@@ -74,8 +71,8 @@ def check_memory(plan: Plan) -> None:
             )
 
 
-def memory_usage(plan: Plan, stage: int) -> Iterator[MemoryUsage]:
-    """What is alive during each F and B of the stage, in the order of its stream.
+def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUsage]]:
+    """What is alive during and after each F and B of the stage, in the order of its stream.
 
     What a chunk keeps lives from its F to its B, both included. The arena of a cut sequence lives
     from the F of its first slice to the end of that slice's B; its dK and dV, as many rows as come
@@ -96,17 +93,15 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[MemoryUsage]:
             activations += kept
             kv_arenas += arena
             transient = memory.forward_transient(stage, chunk, recomputed)
-            kept = arena = gradient = 0
         else:
             kv_gradients += layers * memory.kv_grad_bytes(head.start) if is_tail else 0
             transient = memory.backward_transient(stage, chunk, recomputed)
+        during = MemoryUsage(index, states, activations, kv_arenas, kv_gradients, transient)
+        if instruction.op is Op.BACKWARD:
+            activations, kv_arenas = activations - kept, kv_arenas - arena
             rows = tail_start[head.sequence] if is_first else 0
-            gradient = layers * memory.kv_grad_bytes(rows)
-        yield MemoryUsage(
-            index, states, activations, kv_arenas, kv_gradients, transient, kept + arena + gradient
-        )
-        activations, kv_arenas = activations - kept, kv_arenas - arena
-        kv_gradients -= gradient
+            kv_gradients -= layers * memory.kv_grad_bytes(rows)
+        yield during, MemoryUsage(index, states, activations, kv_arenas, kv_gradients, 0)
 
 
 def _idle(plan: Plan, stage: int) -> MemoryUsage:
