@@ -101,16 +101,7 @@ class ParallelSettings(_Section):
     """Ulysses sequence-parallel ranks in a stage; "auto" (default) takes world size / pp."""
 
     dp: _Degree = 1
-    """Data-parallel replicas; only 1 for now."""
-
-    @model_validator(mode="after")
-    def _one_replica(self) -> ParallelSettings:
-        if self.dp != 1:
-            raise ValueError(
-                f"dp {self.dp} is not supported yet, as all ranks of a stage run one plan; "
-                "use dp 1 and a larger pp or sp"
-            )
-        return self
+    """Data-parallel replicas, each with a plan of its own. Default 1."""
 
     def resolve(self, world_size: int) -> tuple[int, int, int]:
         """(pp, sp, dp) for that many ranks; ConfigError where the product differs."""
@@ -268,8 +259,8 @@ def derive_deepspeed_config(
     """
     whole = read_deepspeed_json(config)
     section = InfiniPipeConfig.from_section(whole.get(SECTION, {}))
-    _, sp, dp = section.parallel.resolve(world_size)
-    return derive_deepspeed_settings(whole, shards=sp * dp)
+    _, sp, _ = section.parallel.resolve(world_size)
+    return derive_deepspeed_settings(whole, shards=sp)
 
 
 def _describe(error: ValidationError) -> str:

@@ -208,7 +208,7 @@ def sequences_per_step(config: Mapping[str, Any]) -> int:
 
 
 def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[str, Any]:
-    """What DeepSpeed itself is given; `shards` is dp * sp, its data-parallel size.
+    """What DeepSpeed itself is given; `shards` is sp, the ranks its ZeRO shards over.
 
     DeepSpeed insists on train_batch = micro * accumulation * data-parallel size, but a step of
     ours has as many chunks as its plan says. So all three are set to their smallest values and

@@ -96,7 +96,7 @@ def test_an_unknown_key_names_its_path_and_close_matches(
         ({"parallel": {"pp": 0}}, ["infinipipe.parallel.pp is 0", "greater than or equal to 1"]),
         ({"parallel": {"pp": "2"}}, ['infinipipe.parallel.pp is "2"', "valid integer"]),
         ({"parallel": {"sp": "all"}}, ['infinipipe.parallel.sp is "all"', "'auto'"]),
-        ({"parallel": {"dp": 2}}, ["dp 2 is not supported yet", "use dp 1"]),
+        ({"parallel": {"dp": 0}}, ["infinipipe.parallel.dp is 0", "greater than or equal to 1"]),
         ({"data": {"over_length": "cut"}}, ["infinipipe.data.over_length", "'truncate'"]),
         ({"data": {"path": []}}, ["infinipipe.data.path is []"]),
         ({"data": {"context_length": 1}}, ["infinipipe.data.context_length is 1"]),

@@ -59,6 +59,13 @@ class StepBatch:
             )
         return cls(tuple(ids), tuple(labels), total, without_label)
 
+    def select(self, sequences: Iterable[int]) -> StepBatch:
+        """The part of the batch that one replica trains on."""
+        chosen = list(sequences)
+        labels = tuple(self.labels[i] for i in chosen)
+        count = sum(int(np.count_nonzero(row != IGNORE_INDEX)) for row in labels)
+        return StepBatch(tuple(self.ids[i] for i in chosen), labels, count, 0)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(i) for i in self.ids)

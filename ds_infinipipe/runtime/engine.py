@@ -90,25 +90,41 @@ class InfiniPipeEngine(PipelineEngine):
         """
         feed = self._feed_for(data_iter)
         batch = feed.next()
-        plan, planning = self._plans.plan_for(batch.lengths)
+        share = self.replica_share(batch)
+        plan, planning = self._plans.plan_for(share.lengths)
         upcoming = feed.peek()
         if upcoming is not None:
-            self._plans.submit(upcoming.lengths)
-        return self.train_plan(plan, batch, planning)
+            self._plans.submit(self.replica_share(upcoming).lengths)
+        return self.train_plan(plan, share, planning, whole=batch)
 
     def train_plan(
-        self, plan: Plan, batch: StepBatch, planning: PlanningReport | None = None
+        self,
+        plan: Plan,
+        batch: StepBatch,
+        planning: PlanningReport | None = None,
+        whole: StepBatch | None = None,
     ) -> torch.Tensor:
-        """Execute a given plan on a given batch, for example one read back from a file."""
+        """Execute a given plan on a given batch, for example one read back from a file.
+
+        With replicas `batch` is this replica's share and `whole` the step's whole batch, over whose
+        labels the loss is averaged.
+        """
         self.plan = plan
         self._step = StepState(self, plan, batch)
-        self.executor.begin_step(1.0 / batch.num_labels, plan.loss_block_tokens)
+        self._whole_batch = batch if whole is None else whole
+        self.executor.begin_step(1.0 / self._whole_batch.num_labels, plan.loss_block_tokens)
         started = time.perf_counter()
         loss: torch.Tensor = super().train_batch()
-        self.report = self._make_report(plan, batch, planning, time.perf_counter() - started)
+        self.report = self._make_report(plan, planning, time.perf_counter() - started)
         self.timeline = self._step.timeline()
         self._step = None
         return loss
+
+    def replica_share(self, batch: StepBatch) -> StepBatch:
+        """This replica's sequences; every rank shares a batch out alike."""
+        if self.module.layout.dp == 1:
+            return batch
+        return batch.select(self.planning_task.share(batch.lengths)[self.grid.replica])
 
     def _train_schedule(self) -> schedule.PlanSchedule:
         assert self._step is not None
@@ -136,11 +152,10 @@ class InfiniPipeEngine(PipelineEngine):
 
     def step_optimizer(self) -> None:
         """Clip, step and schedule as DeepSpeed does, counting the sequences that were trained."""
-        assert self._step is not None
         if isinstance(self.sharding, ReplicatedSharding):
             self._global_grad_norm = self._replicated_grad_norm()
         self._exec_optimizer_step()
-        self.global_samples += len(self._step.batch.ids) - self.train_batch_size()
+        self.global_samples += len(self._whole_batch.ids) - self.train_batch_size()
 
     # ---- called by the handlers
 
@@ -171,9 +186,11 @@ class InfiniPipeEngine(PipelineEngine):
     def _make_sharding(self) -> Sharding:
         layers = [list(layer.parameters()) for layer in self.module.forward_funcs]
         pg = self.grid.get_data_parallel_group()
+        replica_pg = self.grid.replica_pg if self.module.layout.dp > 1 else None
         if self.module.zero_stage == 3:
-            return Zero3Sharding(self.optimizer, layers, dist.get_world_size(group=pg))
-        return ReplicatedSharding(layers, pg)
+            shards = dist.get_world_size(group=pg)
+            return Zero3Sharding(self.optimizer, layers, shards, replica_pg)
+        return ReplicatedSharding(layers, pg, replica_pg)
 
     def _make_channels(self) -> None:
         timeout = timedelta(seconds=self.settings.runtime.timeout_s)
@@ -190,7 +207,7 @@ class InfiniPipeEngine(PipelineEngine):
         self.gradients_out = channel("gradient", self.stage_id - 1, backward_pg)
 
     def _make_plan_service(self) -> PlanService:
-        task = PlanningTask(
+        task = self.planning_task = PlanningTask(
             model=self.module.spec,
             cluster=self.settings.load_cluster(),
             layout=self.module.layout,
@@ -200,6 +217,8 @@ class InfiniPipeEngine(PipelineEngine):
         return PlanService(
             task,
             pg=self.grid.plan_pg,
+            solver=self.grid.plan_rank,
+            control_pg=self.grid.control_pg if self.module.layout.dp > 1 else None,
             asynchronous=self.settings.planning.asynchronous,
             deadline_s=self.settings.planning.deadline_s,
         )
@@ -246,16 +265,15 @@ class InfiniPipeEngine(PipelineEngine):
         return float(total.sqrt())
 
     def _make_report(
-        self, plan: Plan, batch: StepBatch, planning: PlanningReport | None, elapsed_s: float
+        self, plan: Plan, planning: PlanningReport | None, elapsed_s: float
     ) -> StepReport:
-        assert self._step is not None
         loss, busy_s, recomputed = self._totals
         report = StepReport.build(
             step=self.global_steps,
             loss=loss,
             grad_norm=float(self.get_global_grad_norm() or 0.0),
             plan=plan,
-            batch=batch,
+            batch=self._whole_batch,
             planning=planning,
             elapsed_s=elapsed_s,
             busy_share=busy_s / (dist.get_world_size() * elapsed_s),

@@ -1,8 +1,7 @@
-"""Process grid: pipeline stages across nodes, sequence-parallel ranks inside one.
+"""Process grid: replicas, in each of them pipeline stages, in each stage sequence-parallel ranks.
 
-Two axes, 'pipe' and 'data', where 'data' is the axis ZeRO shards over (dp * sp). A third axis
-would make DeepSpeed's model-parallel group span pipe x sequence, and the gradient norm would count
-parameters twice.
+DeepSpeed's axis names are kept: 'data' is the axis ZeRO shards over, here the sp ranks of a stage,
+so that the stages of one replica run one plan whatever the others do. 'replica' is ours.
 """
 
 from __future__ import annotations
@@ -30,16 +29,29 @@ class InfiniPipeGrid(PipelineParallelGrid):
     forward_pg: Any
     backward_pg: Any
     tied_pg: Any
+    replica_pg: Any
+    plan_pg: Any
+    control_pg: Any
+    replica: int
+    plan_rank: int
 
     def add_groups(self, sp_size: int, timeout: timedelta) -> None:
         """Create our groups in one order on every rank; `timeout` is for each operation on them."""
         self.sp_size = sp_size
+        self.replica = self._topo.get_coord(self.global_rank).replica
         for ranks in self.dp_groups:
-            for start in range(0, len(ranks), sp_size):
-                block = ranks[start : start + sp_size]
-                pg = torch_dist.new_group(ranks=block, timeout=timeout)
-                if self.global_rank in block:
-                    self.sequence_ranks, self.sequence_pg = block, pg
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.sequence_ranks, self.sequence_pg = ranks, pg
+        self._add_pipe_groups(timeout)
+        self._add_replica_groups(timeout)
+        # DeepSpeed reduces norm and overflow over all ranks of one 'data' index, which would count
+        # every replica; each pipeline column is what it means
+        self.ds_model_proc_group = self.pp_proc_group
+        self.ds_model_world_size = len(self.pp_group)
+        self.ds_model_rank = self.pp_group.index(self.global_rank)
+
+    def _add_pipe_groups(self, timeout: timedelta) -> None:
         self.tied_pg = None
         for ranks in self.pipe_groups:
             forward = torch_dist.new_group(ranks=ranks, timeout=timeout)
@@ -50,7 +62,18 @@ class InfiniPipeGrid(PipelineParallelGrid):
                 self.forward_pg, self.backward_pg = forward, backward
             if self.global_rank in ends:
                 self.tied_pg = tied
-        self.plan_pg = torch_dist.new_group(backend="gloo", timeout=timeout)
+
+    def _add_replica_groups(self, timeout: timedelta) -> None:
+        for ranks in self._topo.get_axis_comm_lists("replica"):
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.replica_pg = pg
+        for replica in range(self._topo.get_dim("replica")):
+            ranks = self._topo.get_axis_list("replica", replica)
+            pg = torch_dist.new_group(ranks=ranks, backend="gloo", timeout=timeout)
+            if self.global_rank in ranks:
+                self.plan_pg, self.plan_rank = pg, min(ranks)
+        self.control_pg = torch_dist.new_group(backend="gloo", timeout=timeout)
 
     def get_sequence_parallel_group(self) -> Any:
         return self.sequence_pg
@@ -79,7 +102,7 @@ def adopt_grid(grid: PipelineParallelGrid, sp_size: int, timeout: timedelta) -> 
     """Turn the grid PipelineModule built for itself into ours; it offers no way to pass one."""
     grid.__class__ = InfiniPipeGrid
     grid.add_groups(sp_size, timeout)
-    for pg in (grid.dp_proc_group, grid.ds_model_proc_group, grid.pp_proc_group):
+    for pg in (grid.dp_proc_group, grid.pp_proc_group):
         _set_timeout(pg, timeout)
     _set_timeout(dist.get_world_group(), timeout)
     return grid

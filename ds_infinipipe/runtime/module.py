@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
 from ds_infinipipe.deepspeed_json import read_deepspeed_json
@@ -72,7 +72,7 @@ class InfiniPipeModule(PipelineModule):
         specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
         specs += [LayerSpec(DecoderLayer, self.hf_config, i) for i in range(self.spec.num_layers)]
         specs.append(LayerSpec(HeadLayer, self.hf_config))
-        topology = PipeDataParallelTopology(num_pp=pp, num_dp=sp * dp)
+        topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         with contextlib.redirect_stdout(io.StringIO()):  # the base class prints its partition
             super().__init__(specs, topology=topology)
         self._mark_parameters()

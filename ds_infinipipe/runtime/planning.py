@@ -1,8 +1,8 @@
 """Plan the next step in a worker process while the current one trains; all ranks get one plan.
 
-Rank 0 owns the worker, which is torch-free and started by name rather than forked or spawned, so
-the user's script is never imported a second time. A solve under a time limit is not reproducible
-across machines, so it is done once and its bytes are broadcast.
+The first rank of each replica owns the worker, which is torch-free and started by name rather than
+forked or spawned, so the user's script is never imported a second time. A solve under a time limit
+is not reproducible across machines, so it is done once and its bytes are broadcast.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import torch.distributed as torch_dist
 
 from ds_infinipipe import errors
 from ds_infinipipe.errors import InfiniPipeError, PlanMismatchError
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.replicas import idle_plan, split_batch
 from ds_infinipipe.planner.search import plan_batch
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.runtime.agree import raise_together
 
 __all__ = ["PlanService", "PlanWorker", "PlanningReport", "PlanningTask"]
 
@@ -72,6 +75,21 @@ class PlanningTask:
             settings=settings,
             zero_stage=self.zero_stage,
         )
+
+    def idle(self) -> Plan:
+        """The plan of a replica that got no sequence."""
+        return idle_plan(
+            model=self.model,
+            cluster=self.cluster,
+            layout=self.layout,
+            settings=self.settings,
+            zero_stage=self.zero_stage,
+        )
+
+    def share(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Sequence numbers of every replica of the layout."""
+        cost = CostModel(self.model, self.cluster, self.layout, self.zero_stage)
+        return split_batch(lengths, self.layout.dp, cost)
 
 
 @dataclass(frozen=True)
@@ -158,27 +176,35 @@ def _close_quietly(pipe: Any) -> None:
 
 
 class PlanService:
-    """Hands every rank the plan of a batch; rank 0 solves, ahead of time when it can."""
+    """Hands every rank of a replica the plan of its batch.
+
+    `pg` is the replica's gloo group and `solver` its global rank that solves, ahead of time when it
+    can. With several replicas `control_pg` joins them, so that an error of one stops all.
+    """
 
     def __init__(
         self,
         task: PlanningTask,
         *,
         pg: Any,
+        solver: int = 0,
+        control_pg: Any = None,
         asynchronous: bool = True,
         deadline_s: float = 30.0,
         worker: PlanWorker | None = None,
     ) -> None:
         self._task = task
         self._pg = pg
+        self._solver = solver
+        self._control_pg = control_pg
         self._deadline_s = deadline_s
-        self._is_solver = torch_dist.get_rank() == 0
+        self._is_solver = torch_dist.get_rank() == solver
         self._worker = (worker or PlanWorker()) if self._is_solver and asynchronous else None
         self._pending: tuple[int, ...] | None = None
 
     def submit(self, lengths: Sequence[int]) -> None:
-        """Start to solve the next batch; does nothing on ranks other than 0."""
-        if self._worker is None:
+        """Start to solve the next batch; does nothing on ranks that do not solve."""
+        if self._worker is None or not lengths:
             return
         try:
             self._worker.submit(self._task, lengths)
@@ -188,17 +214,25 @@ class PlanService:
             self._worker.stop()
 
     def plan_for(self, lengths: Sequence[int]) -> tuple[Plan, PlanningReport]:
-        """The plan of a batch, a collective over all ranks.
+        """The plan of this replica's batch, a collective over all ranks.
 
-        Raises what the planner raised, on every rank, and PlanMismatchError where a rank's batch
-        is not the one that was planned.
+        Raises what the planner raised, on every rank of every replica, and PlanMismatchError where
+        a rank's batch is not the one that was planned.
         """
-        payload = self._solve(tuple(lengths)) if self._is_solver else None
-        answer = _broadcast_json(payload, self._pg)
+        if self._control_pg is None:
+            return self._plan_replica(tuple(lengths))
+        with raise_together("planning", self._control_pg):
+            return self._plan_replica(tuple(lengths))
+
+    def _plan_replica(self, lengths: tuple[int, ...]) -> tuple[Plan, PlanningReport]:
+        if not lengths:
+            return self._task.idle(), PlanningReport(0.0, 0.0)
+        payload = self._solve(lengths) if self._is_solver else None
+        answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
             raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
         plan = Plan.from_json(answer["plan"])
-        self._compare(plan, tuple(lengths))
+        self._compare(plan, lengths)
         report = PlanningReport(plan.solver.time_s, answer["waited_s"], answer["is_fallback"])
         return plan, report
 
@@ -249,20 +283,21 @@ class PlanService:
         torch_dist.all_reduce(differs, group=self._pg)
         if differs.item():
             raise PlanMismatchError(
-                f"{differs.item()} of {torch_dist.get_world_size()} ranks hold a batch other than "
-                f"the planned one ({len(plan.lengths)} sequences, {plan.num_tokens} tokens): every "
-                "rank must read the same sequences in the same order; check seeds and samplers"
+                f"{differs.item()} of {torch_dist.get_world_size(self._pg)} ranks hold a batch "
+                f"other than the planned one ({len(plan.lengths)} sequences, {plan.num_tokens} "
+                "tokens): every rank must read the same sequences in the same order; check seeds "
+                "and samplers"
             )
 
 
-def _broadcast_json(payload: dict[str, Any] | None, pg: Any) -> dict[str, Any]:
+def _broadcast_json(payload: dict[str, Any] | None, source: int, pg: Any) -> dict[str, Any]:
     data = b"" if payload is None else json.dumps(payload).encode()
     size = torch.tensor([len(data)])
-    torch_dist.broadcast(size, src=0, group=pg)
+    torch_dist.broadcast(size, src=source, group=pg)
     if payload is None:
         buffer = torch.empty(int(size.item()), dtype=torch.uint8)
     else:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    torch_dist.broadcast(buffer, src=0, group=pg)
+    torch_dist.broadcast(buffer, src=source, group=pg)
     content: dict[str, Any] = json.loads(buffer.numpy().tobytes())
     return content

@@ -54,6 +54,7 @@ class Case:
     model_type: str = "llama"
     pp: int = 2
     sp: int = 2
+    dp: int = 1
     zero_stage: int = 3
     float64: bool = False
     tied: bool = False
@@ -124,7 +125,7 @@ def make_config(case: Case) -> dict[str, Any]:
         },
         "infinipipe": {
             "model": {"config": hf_config, "seed": case.seed},
-            "parallel": {"pp": case.pp, "sp": case.sp},
+            "parallel": {"pp": case.pp, "sp": case.sp, "dp": case.dp},
             "planner": {
                 "alignment": case.alignment,
                 "loss_block_tokens": case.loss_block_tokens,
@@ -162,7 +163,9 @@ def reference_curve(case: Case) -> tuple[list[float], list[float]]:
                 batch = random_batch(case, step)
                 theirs.append(reference.run(batch)[0])
                 reference.step()
-                mine.append(float(engine.train_plan(draw_plan(engine, case, batch, step), batch)))
+                share = engine.replica_share(batch)
+                plan = draw_plan(engine, case, share, step)
+                mine.append(float(engine.train_plan(plan, share, whole=batch)))
         finally:
             engine.close()
         return mine, theirs
@@ -183,7 +186,7 @@ def random_batch(case: Case, step: int) -> StepBatch:
     """Sequences of odd lengths, the same for every layout; some labels are masked."""
     rng = np.random.default_rng([case.seed, step])
     samples = []
-    for _ in range(int(rng.integers(2, case.num_sequences + 1))):
+    for _ in range(int(rng.integers(1 + (case.dp == 1), case.num_sequences + 1))):
         ids = rng.integers(0, case.vocab_size, size=int(rng.integers(2, case.max_tokens + 1)))
         labels = np.where(rng.random(len(ids)) < 0.1, IGNORE_INDEX, ids)
         labels[-1] = ids[-1]  # at least one label
@@ -192,10 +195,12 @@ def random_batch(case: Case, step: int) -> StepBatch:
 
 
 def draw_plan(engine: InfiniPipeEngine, case: Case, batch: StepBatch, step: int) -> Plan:
-    """A random plan for a batch; every rank draws the same one."""
+    """A random plan for a replica's batch; every rank of the replica draws the same one."""
+    if not batch.ids:
+        return engine.planning_task.idle()
     return random_plan(
         batch.lengths,
-        np.random.default_rng([case.seed, step, 1]),
+        np.random.default_rng([case.seed, step, 1, engine.grid.replica]),
         model=engine.module.spec,
         cluster=engine.settings.load_cluster(),
         layout=engine.module.layout,
@@ -270,13 +275,14 @@ def _compare_step(
     engine: InfiniPipeEngine, reference: Reference, case: Case, step: int
 ) -> StepDifference:
     batch = random_batch(case, step)
-    plan = draw_plan(engine, case, batch, step)
+    share = engine.replica_share(batch)
+    plan = draw_plan(engine, case, share, step)
     if step:
         reference.copy_weights(engine)
     wanted_loss, wanted_norm = reference.run(batch)
     errors: dict[str, float] = {}
     engine.before_step_hooks[:] = [lambda e: errors.update(_gradient_errors(e, reference))]
-    loss = float(engine.train_plan(plan, batch))
+    loss = float(engine.train_plan(plan, share, whole=batch))
     report = engine.report
     assert report is not None
     worst = max(errors, key=lambda name: errors[name])

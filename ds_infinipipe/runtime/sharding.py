@@ -60,9 +60,12 @@ class Sharding(Protocol):
 class Zero3Sharding:
     """Explicit gather, release and reduce on DeepSpeed's stage-3 optimizer."""
 
-    def __init__(self, optimizer: Any, layers: Layers, shard_size: int) -> None:
+    def __init__(
+        self, optimizer: Any, layers: Layers, shard_size: int, replica_pg: Any = None
+    ) -> None:
         check_zero3_optimizer(optimizer)
         self._optimizer = optimizer
+        self._replica_pg = replica_pg
         self._layers = [list(parameters) for parameters in layers]
         self._in_flight: dict[int, Any] = {}
         self.loss_multiplier = float(shard_size)  # reduce-scatter divides by the group size
@@ -110,8 +113,14 @@ class Zero3Sharding:
         self.counts["reduce"] += 1
 
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
-        if tied is None:
-            return
+        self.flush()  # also where a replica had nothing to do, as it fills averaged_gradients
+        if tied is not None:
+            self._sum_tied(tied, tied_pg)
+        if self._replica_pg is not None:
+            # all gradient partitions are views of this one buffer
+            dist.all_reduce(self._optimizer.grad_partitions_flat_buffer, group=self._replica_pg)
+
+    def _sum_tied(self, tied: torch.nn.Parameter, tied_pg: Any) -> None:
         for group, parameters in enumerate(self._optimizer.fp16_groups):
             for place, parameter in enumerate(parameters):
                 if parameter is tied:
@@ -126,10 +135,10 @@ class Zero3Sharding:
 class ReplicatedSharding:
     """ZeRO-0: every rank of a stage holds all parameters; gradients are summed once per step."""
 
-    def __init__(self, layers: Layers, shard_pg: Any) -> None:
+    def __init__(self, layers: Layers, shard_pg: Any, replica_pg: Any = None) -> None:
         unique = {id(p): p for parameters in layers for p in parameters}
         self._parameters = list(unique.values())
-        self._shard_pg = shard_pg
+        self._groups = [pg for pg in (shard_pg, replica_pg) if pg is not None]
         self.loss_multiplier = 1.0
         self.counts = {"gather": 0, "reduce": 0}
 
@@ -156,8 +165,9 @@ class ReplicatedSharding:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=self._shard_pg)
-            self.counts["reduce"] += 1
+            for pg in self._groups:
+                dist.all_reduce(parameter.grad, group=pg)
+                self.counts["reduce"] += 1
         if tied is not None:
             dist.all_reduce(tied.grad, group=tied_pg)
 

@@ -42,7 +42,7 @@ def _curve(rank: int, case: Case) -> tuple[list[float], list[float]]:
 
 def _all_differences(cases: list[Case]) -> list[list[StepDifference]]:
     """Per case, the differences of all ranks and steps."""
-    world_size = cases[0].pp * cases[0].sp
+    world_size = cases[0].pp * cases[0].sp * cases[0].dp
     by_rank = run_ranks(_compare, world_size, cases, timeout=240.0)
     return [[d for rank in by_rank for d in rank[index]] for index in range(len(cases))]
 
@@ -129,3 +129,23 @@ def test_a_loss_curve_of_20_steps_follows_the_reference(pp: int, sp: int) -> Non
     assert len(mine) == 20
     assert mine == pytest.approx(theirs, abs=1e-3)
     assert max(abs(a - b) for a, b in itertools.pairwise(mine)) > 1e-3
+
+
+def test_replicas_with_plans_of_their_own_are_exact_even_without_a_sequence() -> None:
+    cases = [
+        Case("llama", 1, 2, 2, zero_stage=0, float64=True),
+        Case("qwen2", 2, 1, 2, zero_stage=0, float64=True, tied=True, num_sequences=2, steps=6),
+        Case("llama", 1, 1, 4, zero_stage=0, float64=True, num_sequences=3, steps=4),
+    ]
+    for differences in _all_differences(cases):
+        assert max(d.loss_error for d in differences) <= FLOAT64_LIMIT
+        assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
+        assert max(d.norm_error for d in differences) <= FLOAT64_LIMIT
+
+
+def test_replicas_under_zero3_are_exact() -> None:
+    cases = [Case("llama", 1, 2, 2, tied=True), Case("qwen3", 2, 1, 2, num_sequences=3)]
+    for differences in _all_differences(cases):
+        assert max(d.loss_error for d in differences) <= FLOAT32_LIMIT
+        assert max(d.gradient_error for d in differences) <= FLOAT32_LIMIT
+        assert max(d.norm_error for d in differences) <= FLOAT32_LIMIT
