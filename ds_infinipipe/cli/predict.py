@@ -17,6 +17,7 @@ from ds_infinipipe.data.sampler import ChunkSampler
 from ds_infinipipe.deepspeed_json import sequences_per_step
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.specs import make_layout
+from ds_infinipipe.planner.types import Plan
 
 __all__ = ["predict_point"]
 
@@ -25,16 +26,20 @@ def predict_point(config: Mapping[str, Any], source: str, num_steps: int) -> dic
     """Predicted seconds, bubble ratio and peak bytes over the first batches of a length source."""
     section = InfiniPipeConfig.from_deepspeed(config)
     sampler = _make_sampler(config, section, source)
-    plans = [sampler.plan(sampler.step(index)) for index in range(num_steps)]
+    plans: list[Plan] = []
+    seconds = 0.0
+    for index in range(num_steps):
+        replicas = [sampler.plan(part) for part in sampler.replicas(sampler.step(index))]
+        seconds += max(plan.predicted.step_time_s for plan in replicas)
+        plans += replicas
     tokens = sum(plan.num_tokens for plan in plans)
-    seconds = sum(plan.predicted.step_time_s for plan in plans)
     return {
         "status": "planned",
         "steps": num_steps,
         "tokens": tokens,
         "step_time_s": seconds / num_steps,
         "tokens_per_s": tokens / seconds,
-        "bubble_ratio": sum(p.predicted.bubble_ratio for p in plans) / num_steps,
+        "bubble_ratio": sum(p.predicted.bubble_ratio for p in plans) / len(plans),
         "peak_bytes": max(max(p.predicted.peak_bytes) for p in plans),
         "chunks": sum(len(p.chunks) for p in plans),
         "recomputed_layers": sum(
@@ -62,7 +67,7 @@ def _make_sampler(
         sequences_per_step(config),
         model=model,
         cluster=section.load_cluster(),
-        layout=make_layout(model, section.parallel.pp, sp),
+        layout=make_layout(model, section.parallel.pp, sp, section.parallel.dp),
         settings=section.planner,
         zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)),
         seed=data.seed,

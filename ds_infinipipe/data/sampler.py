@@ -8,13 +8,16 @@ here imports torch; a torch DataLoader takes what `batches` returns as its `batc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError, DataError
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.replicas import idle_plan, split_batch
 from ds_infinipipe.planner.search import plan_batch
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
@@ -200,10 +203,27 @@ class ChunkSampler:
         lengths = tuple(self.lengths[list(sequences)].tolist())
         return Step(index, index // self.order.steps_per_epoch, sequences, lengths)
 
+    def replicas(self, step: Step) -> tuple[Step, ...]:
+        """The step's share of each data-parallel replica, of similar predicted time."""
+        if self.layout.dp == 1:
+            return (step,)
+        cost = CostModel(self.model, self.cluster, self.layout, self.zero_stage)
+        return tuple(
+            replace(
+                step,
+                sequences=tuple(step.sequences[i] for i in share),
+                lengths=tuple(step.lengths[i] for i in share),
+            )
+            for share in split_batch(step.lengths, self.layout.dp, cost)
+        )
+
     def plan(self, step: Step) -> Plan:
-        """The verified plan of a step; raises InfeasiblePlanError if none fits the memory limit."""
-        return plan_batch(
-            step.lengths,
+        """The verified plan of a step, with dp > 1 of a replica's share of it.
+
+        Raises InfeasiblePlanError if no plan fits the memory limit.
+        """
+        make_plan = partial(plan_batch, step.lengths) if step.lengths else idle_plan
+        return make_plan(
             model=self.model,
             cluster=self.cluster,
             layout=self.layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +16,16 @@ from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, ModelSpec, make_layout
 MODEL = ModelSpec("tiny", 4, 64, 128, 4, 2, 16, 320, dtype_bytes=4)
 
 
-def make_chunk_sampler(**changes: object) -> ChunkSampler:
+def make_chunk_sampler(**changes: Any) -> ChunkSampler:
     lengths = np.random.default_rng(0).integers(2, 400, size=23)
     lengths[5] = 3000
-    return ChunkSampler(
-        lengths,
-        6,
-        model=MODEL,
-        cluster=BUILTIN_CLUSTERS["cpu-local"],
-        layout=make_layout(MODEL, pp=2, sp=2),
-        settings=PlannerSettings(solver="greedy"),
-        **changes,  # type: ignore[arg-type]
-    )
+    settings: dict[str, Any] = {
+        "model": MODEL,
+        "cluster": BUILTIN_CLUSTERS["cpu-local"],
+        "layout": make_layout(MODEL, pp=2, sp=2),
+        "settings": PlannerSettings(solver="greedy"),
+    }
+    return ChunkSampler(lengths, 6, **{**settings, **changes})
 
 
 def test_an_epoch_holds_every_sequence_once_and_keeps_the_rest() -> None:
@@ -148,6 +147,19 @@ def test_a_chunk_sampler_resumes_with_the_same_chunks() -> None:
     step, expected = next(iter(resumed)), next(iter(sampler))
     assert step == expected
     assert resumed.plan(step).digest() == sampler.plan(expected).digest()
+
+
+def test_replicas_share_a_step_and_plan_their_part() -> None:
+    sampler = make_chunk_sampler(layout=make_layout(MODEL, pp=2, sp=2, dp=8))
+    step = sampler.step(0)
+    parts = sampler.replicas(step)
+    assert len(parts) == 8
+    assert sorted(i for part in parts for i in part.sequences) == sorted(step.sequences)
+    for part in parts:
+        assert part.lengths == tuple(sampler.lengths[list(part.sequences)].tolist())
+        assert sampler.plan(part).lengths == part.lengths
+    assert () in [part.sequences for part in parts]
+    assert make_chunk_sampler().replicas(step) == (step,)
 
 
 def test_lengths_below_one_are_refused() -> None:
