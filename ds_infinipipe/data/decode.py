@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -43,7 +44,7 @@ def tokenize_line(
     content: bytes, text_field: str, policy: EncodingPolicy, vocab_size: int | None
 ) -> tuple[NDArray[np.int64], bool]:
     """Ids of a JSONL line that has `input_ids` or a text; ValueError says what is wrong with it."""
-    line, repaired = decode_text(content, policy)
+    line, repaired = decode_text(content.removeprefix(codecs.BOM_UTF8), policy)
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -78,6 +78,11 @@ def test_jsonl_lines_hold_text_or_ids(tmp_path: Path) -> None:
     assert dataset.report.counts.empty == 1
 
 
+def test_a_byte_order_mark_before_jsonl_is_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path, d__jsonl=b"\xef\xbb\xbf" + jsonl({"text": "abc"}).encode())
+    assert texts(read(path)) == ["abc"]
+
+
 def test_equal_jsonl_lines_are_all_kept(tmp_path: Path) -> None:
     assert len(read(write(tmp_path, d__jsonl=jsonl({"text": "ab"}, {"text": "ab"})))) == 2
 
