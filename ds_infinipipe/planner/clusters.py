@@ -168,8 +168,13 @@ def load_cluster(name_or_path: str) -> ClusterSpec:
 
 def _check(cluster: ClusterSpec, source: str) -> None:
     whole = ("num_nodes", "devices_per_node", "memory_bytes")
-    may_be_zero = ("zero_overlap", "collective_latency_s", "p2p_latency_s")
-    may_be_zero += ("layer_overhead_forward_s", "layer_overhead_backward_s")
+    may_be_zero = {
+        "zero_overlap",
+        "collective_latency_s",
+        "p2p_latency_s",
+        "layer_overhead_forward_s",
+        "layer_overhead_backward_s",
+    }
     for name in (field.name for field in fields(ClusterSpec) if field.name != "name"):
         value = getattr(cluster, name)
         if name == "device_p2p_bandwidth" and value is None:

@@ -18,7 +18,7 @@ from ds_infinipipe.planner.links import all2all_s, gather_s, p2p_token_s
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk
 
-__all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients"]
+__all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients", "chunk_sizes"]
 
 Floats = NDArray[np.float64]
 
@@ -156,21 +156,40 @@ class CostModel:
         times the head's forward and B none. Eq. 11 reads l * d_p / L, not l / (L * d_s): T_tot is
         the time of one stage already.
         """
-        tokens = np.array([c.padded_tokens for c in chunks], dtype=np.float64)
-        areas = np.array([c.attention_area + c.padding**2 for c in chunks], dtype=np.float64)
+        tokens, areas = chunk_sizes(chunks)
         layers = np.array(self.layout.stage_layers, dtype=np.float64)[:, None]
         forward = layers * self._layer_forward(tokens, areas)[None, :]
         forward[-1] += 3 * self.coefficients.logits_s * tokens
         return ChunkCosts(
             forward_s=forward,
             backward_s=layers * self._layer_backward(tokens, areas)[None, :],
-            recompute_s=self._layer_recompute(tokens, areas),
+            recompute_s=self.recompute_times(tokens, areas),
             p2p_s=self._p2p_token_s * tokens + self._p2p_latency_s,
         )
+
+    def recompute_times(self, tokens: Floats, areas: Floats) -> Floats:
+        """One recomputed layer (Eq. 11).
+
+        The backward's own gather serves the recomputation; the all-to-alls are repeated.
+        """
+        return self._forward_compute(tokens, areas) + self._all2all(tokens)
+
+    def communication_times(self, tokens: Floats, areas: Floats) -> Floats:
+        """Share of one layer's forward and backward in which it waits for gathers and all-to-alls.
+
+        What hides under compute does not count, nor do the all-to-alls of a recomputation.
+        """
+        both = self._layer_forward(tokens, areas) + self._layer_backward(tokens, areas)
+        compute = self._forward_compute(tokens, areas) + self._backward_compute(tokens, areas)
+        return both - compute
 
     def _forward_compute(self, tokens: Floats, areas: Floats) -> Floats:
         c = self.coefficients
         return c.linear_s * tokens + c.attention_forward_s * areas + c.overhead_forward_s
+
+    def _backward_compute(self, tokens: Floats, areas: Floats) -> Floats:
+        c = self.coefficients
+        return 2 * c.linear_s * tokens + c.attention_backward_s * areas + c.overhead_backward_s
 
     def _all2all(self, tokens: Floats) -> Floats:
         return self.coefficients.all2all_s * tokens + self.coefficients.latency_s
@@ -180,14 +199,16 @@ class CostModel:
         return self._with_gather(compute, self.coefficients.gather_s) + self._all2all(tokens)
 
     def _layer_backward(self, tokens: Floats, areas: Floats) -> Floats:
-        c = self.coefficients
-        compute = 2 * c.linear_s * tokens + c.attention_backward_s * areas + c.overhead_backward_s
-        return self._with_gather(compute, 2 * c.gather_s) + self._all2all(tokens)
-
-    def _layer_recompute(self, tokens: Floats, areas: Floats) -> Floats:
-        """The backward's own gather serves the recomputation; the all-to-alls are repeated."""
-        return self._forward_compute(tokens, areas) + self._all2all(tokens)
+        compute = self._backward_compute(tokens, areas)
+        return self._with_gather(compute, 2 * self.coefficients.gather_s) + self._all2all(tokens)
 
     def _with_gather(self, compute: Floats, gather_s: float) -> Floats:
         hidden = self.coefficients.gather_overlap * np.minimum(compute, gather_s)
         return np.asarray(compute + gather_s - hidden)
+
+
+def chunk_sizes(chunks: Sequence[Chunk]) -> tuple[Floats, Floats]:
+    """Tokens and areas, padding included."""
+    tokens = np.array([c.padded_tokens for c in chunks], dtype=np.float64)
+    areas = np.array([c.attention_area + c.padding**2 for c in chunks], dtype=np.float64)
+    return tokens, areas

@@ -14,9 +14,9 @@ from ds_infinipipe.planner.specs import Layout, ModelSpec
 __all__ = [
     "all2all_s",
     "gather_s",
-    "gradient_reduction_s",
     "p2p_token_s",
     "stages_share_a_node",
+    "step_reduction_s",
 ]
 
 
@@ -62,23 +62,28 @@ def p2p_token_s(model: ModelSpec, layout: Layout, cluster: ClusterSpec) -> float
     return token_bytes / (cluster.node_p2p_bandwidth * nodes_per_stage)
 
 
-def gradient_reduction_s(
-    rank_bytes: float, layout: Layout, cluster: ClusterSpec, latency_hops: int = 1
+def step_reduction_s(
+    model: ModelSpec, layout: Layout, cluster: ClusterSpec, zero_stage: int = 3
 ) -> float:
-    """Seconds to sum `rank_bytes` of gradients per rank over the replicas, once a step.
+    """Seconds to sum the gradients over the replicas, once a step; 0 with one replica.
 
-    Replicas in one node add up over its links first, then the nodes exchange what is distinct
-    through their adapters; a ring's two passes each. 0 with one replica.
+    Four bytes a parameter, sharded over sp with ZeRO-3. Replicas in one node add up over its links
+    first, then the nodes exchange what is distinct through their adapters; a ring's two passes
+    each. Nothing of it is taken to hide under the last backward.
     """
     if layout.dp == 1:
         return 0.0
+    params = [layers * model.layer_params for layers in layout.stage_layers]
+    params[0] += model.embedding_params
+    params[-1] += model.embedding_params
+    rank_bytes = 4 * max(params) / (layout.sp if zero_stage == 3 else 1)
     ranks, devices = layout.pp * layout.sp, cluster.devices_per_node
     inside = min(layout.dp, devices // ranks) if stages_share_a_node(layout, cluster) else 1
-    outside = layout.dp // inside
+    outside = -(-layout.dp // inside)
     link_s = 2 * (inside - 1) / inside * rank_bytes / cluster.gather_bandwidth
     distinct = min(devices, ranks) * rank_bytes
     nic_s = 2 * (outside - 1) / outside * distinct / cluster.node_p2p_bandwidth
-    return link_s + nic_s + latency_hops * cluster.collective_latency_s
+    return link_s + nic_s + 2 * cluster.collective_latency_s
 
 
 def _spread(ranks: int, cluster: ClusterSpec) -> tuple[int, int]:
