@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
-from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum
+from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum, linear_cross_entropy_tokens
 
 __all__ = [
     "EMBEDDING_NAME",
@@ -98,6 +98,12 @@ class HeadLayer(StageLayer):
         """
         return linear_cross_entropy_sum(
             self.norm(hidden)[0], self.lm_head.weight, labels_T, scale, block_tokens
+        )
+
+    def token_losses(self, hidden: Tensor, labels_T: Tensor, block_tokens: int) -> Tensor:
+        """Each token's cross-entropy, [T], without gradients; 0 for label -100."""
+        return linear_cross_entropy_tokens(
+            self.norm(hidden)[0], self.lm_head.weight, labels_T, block_tokens
         )
 
     def hf_name(self, parameter: str) -> str:

@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear_cross_entropy_sum", "linear_cross_entropy_sum_reference"]
+__all__ = [
+    "linear_cross_entropy_sum",
+    "linear_cross_entropy_sum_reference",
+    "linear_cross_entropy_tokens",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -39,6 +43,31 @@ def linear_cross_entropy_sum(
         hidden_TE, weight_VE, labels_T, scale, block_tokens, ignore_index, needs_grad
     )
     return loss
+
+
+@torch.no_grad()
+def linear_cross_entropy_tokens(
+    hidden_TE: Tensor,
+    weight_VE: Tensor,
+    labels_T: Tensor,
+    block_tokens: int,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Cross-entropy of each token of `hidden @ weight.T`, [T], 0 where the label is ignored.
+
+    For evaluation: no gradients, and logits exist for `block_tokens` tokens at a time.
+    """
+    exact = _exact_dtype(hidden_TE.dtype)
+    blocks = [
+        F.cross_entropy(
+            (hidden_TE[rows] @ weight_VE.T).to(exact),
+            labels_T[rows],
+            ignore_index=ignore_index,
+            reduction="none",
+        )
+        for rows in (slice(s, s + block_tokens) for s in range(0, len(labels_T), block_tokens))
+    ]
+    return torch.cat(blocks)
 
 
 def linear_cross_entropy_sum_reference(

@@ -28,6 +28,7 @@ from ds_infinipipe.ops.attention import check_alignment, resolve_attention
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
 from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.module import InfiniPipeModule
@@ -77,6 +78,7 @@ class InfiniPipeEngine(PipelineEngine):
         self.before_step_hooks: list[Callable[[InfiniPipeEngine], None]] = []
         self.report: StepReport | None = None
         self.plan: Plan | None = None
+        self.evaluation: EvaluationReport | None = None
         self.timeline: Timeline | None = None
 
     # ---- one step
@@ -120,11 +122,35 @@ class InfiniPipeEngine(PipelineEngine):
         self._step = None
         return loss
 
+    def eval_batch(self, data_iter: Iterable[Any], *_: Any, **__: Any) -> torch.Tensor:
+        """Loss of the next batch of `data_iter`, the mean over its labels, without training.
+
+        `evaluation` then holds the losses by sequence. May stand between any two training steps.
+        """
+        batch = self._parse(next(iter(data_iter)))
+        share = self.replica_share(batch)
+        plan, _planning = self._plans.plan_for(share.lengths, aside=True)
+        self.evaluation = run_evaluation(self, plan, share, batch)
+        return torch.tensor(self.evaluation.loss, dtype=torch.float64)
+
+    def execute_evaluation(self, step: StepState) -> None:
+        """Run the forward-only streams of `step`."""
+        self._step = step
+        self.module.eval()
+        forward = schedule.EvaluateChunk
+        self._exec_schedule(schedule.PlanSchedule(step.plan, self.stage_id, forward))
+        self.drain()
+        step.check_complete()
+        self.module.train()
+        self._step = None
+
     def replica_share(self, batch: StepBatch) -> StepBatch:
         """This replica's sequences; every rank shares a batch out alike."""
-        if self.module.layout.dp == 1:
-            return batch
-        return batch.select(self.planning_task.share(batch.lengths)[self.grid.replica])
+        return batch if self.module.layout.dp == 1 else batch.select(self.replica_members(batch))
+
+    def replica_members(self, batch: StepBatch) -> tuple[int, ...]:
+        """Numbers of this replica's sequences in the batch."""
+        return self.planning_task.share(batch.lengths)[self.grid.replica]
 
     def _train_schedule(self) -> schedule.PlanSchedule:
         assert self._step is not None
@@ -173,6 +199,7 @@ class InfiniPipeEngine(PipelineEngine):
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardChunk: handlers.forward_chunk,
+        schedule.EvaluateChunk: handlers.evaluate_chunk,
         schedule.BackwardChunk: handlers.backward_chunk,
         schedule.SendChunkActivation: handlers.send_chunk_activation,
         schedule.RecvChunkActivation: handlers.recv_chunk_activation,
@@ -238,13 +265,11 @@ class InfiniPipeEngine(PipelineEngine):
         return self._feed
 
     def _new_feed(self, batches: Iterable[Any]) -> BatchFeed:
+        return BatchFeed(batches, self._parse)
+
+    def _parse(self, samples: Any) -> StepBatch:
         hf_config = self.module.hf_config
-        return BatchFeed(
-            batches,
-            lambda samples: StepBatch.from_samples(
-                samples, max_positions(hf_config), hf_config.vocab_size
-            ),
-        )
+        return StepBatch.from_samples(samples, max_positions(hf_config), hf_config.vocab_size)
 
     # ---- numbers
 
@@ -283,7 +308,7 @@ class InfiniPipeEngine(PipelineEngine):
         self._calibration.add(plan.predicted.step_time_s, elapsed_s)
         return report
 
-    # ---- errors and what is not offered
+    # ---- errors and the end
 
     def _abandon_step(self, error: Exception) -> None:
         """Drop the step's tensors; turn a transport error into one that says where it happened."""
@@ -315,10 +340,6 @@ class InfiniPipeEngine(PipelineEngine):
             self.gradients_in,
             self.gradients_out,
         )
-
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Not available yet; refuses, because the inherited one would run the wrong schedule."""
-        raise InfiniPipeError("eval_batch is not available yet: evaluate an exported model")
 
     def close(self) -> None:
         """End the planning worker."""

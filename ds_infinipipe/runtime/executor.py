@@ -103,6 +103,26 @@ class StageExecutor:
             self._sharding.release(index)
         return hidden
 
+    @torch.no_grad()
+    def evaluate(self, given: ChunkInput) -> torch.Tensor:
+        """Run a chunk without backward: the stage's output, or each token's loss `[T]` at the end.
+
+        Nothing is kept; the arena of a cut sequence is the caller's to clear.
+        """
+        hidden = given.hidden_1TE
+        for index, layer in enumerate(self._layers):
+            self._fetch(index, index + 1)
+            if isinstance(layer, EmbeddingLayer):
+                hidden = layer(given.ids_T)
+            elif isinstance(layer, HeadLayer):
+                assert hidden is not None and given.labels_T is not None
+                hidden = layer.token_losses(hidden, given.labels_T, self.loss_block_tokens)
+            else:
+                hidden = layer(hidden, given.context)
+            self._sharding.release(index)
+        assert hidden is not None
+        return hidden
+
     def backward(self, chunk: int, output_gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Backpropagate a chunk; returns the gradient of the stage's input, None on the first."""
         record = self._in_flight.pop(chunk)

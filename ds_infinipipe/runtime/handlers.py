@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "backward_chunk",
+    "evaluate_chunk",
     "forward_chunk",
     "recv_chunk_activation",
     "recv_chunk_gradient",
@@ -27,6 +28,19 @@ def forward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: 
     with step.span(instruction):
         output = engine.executor.forward(instruction.chunk, given, instruction.recompute)
     if output is not None:
+        step.outputs[instruction.chunk] = output
+
+
+def evaluate_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Roughly: `outputs[chunk] = layers(inputs[chunk])`, or the losses of the chunk's sequences."""
+    step = engine.enter(instruction, position)
+    given = step.chunk_input(instruction.chunk)
+    with step.span(instruction):
+        output = engine.executor.evaluate(given)
+    step.clear_arena(instruction.chunk)
+    if engine.is_last_stage():
+        step.add_losses(instruction.chunk, output)
+    else:
         step.outputs[instruction.chunk] = output
 
 

@@ -213,21 +213,25 @@ class PlanService:
             logger.warning("the planning worker cannot be used (%s); planning in place", error)
             self._worker.stop()
 
-    def plan_for(self, lengths: Sequence[int]) -> tuple[Plan, PlanningReport]:
+    def plan_for(
+        self, lengths: Sequence[int], *, aside: bool = False
+    ) -> tuple[Plan, PlanningReport]:
         """The plan of this replica's batch, a collective over all ranks.
+
+        `aside` leaves the plan that is being solved ahead alone, for an evaluation in between.
 
         Raises what the planner raised, on every rank of every replica, and PlanMismatchError where
         a rank's batch is not the one that was planned.
         """
         if self._control_pg is None:
-            return self._plan_replica(tuple(lengths))
+            return self._plan_replica(tuple(lengths), aside)
         with raise_together("planning", self._control_pg):
-            return self._plan_replica(tuple(lengths))
+            return self._plan_replica(tuple(lengths), aside)
 
-    def _plan_replica(self, lengths: tuple[int, ...]) -> tuple[Plan, PlanningReport]:
+    def _plan_replica(self, lengths: tuple[int, ...], aside: bool) -> tuple[Plan, PlanningReport]:
         if not lengths:
             return self._task.idle(), PlanningReport(0.0, 0.0)
-        payload = self._solve(lengths) if self._is_solver else None
+        payload = self._solve(lengths, aside) if self._is_solver else None
         answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
             raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
@@ -241,9 +245,11 @@ class PlanService:
         if self._worker is not None:
             self._worker.stop()
 
-    def _solve(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+    def _solve(self, lengths: tuple[int, ...], aside: bool) -> dict[str, Any]:
         started = time.perf_counter()
-        pending, self._pending = self._pending, None
+        pending = None
+        if not aside:
+            pending, self._pending = self._pending, None
         answer: dict[str, Any] | None = None
         is_fallback = False
         if pending == lengths and self._worker is not None:

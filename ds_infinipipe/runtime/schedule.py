@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
 
-from ds_infinipipe.planner.types import Instruction, Op, Plan
+from ds_infinipipe.planner.types import Op, Plan
 
 __all__ = [
     "BackwardChunk",
+    "EvaluateChunk",
     "ForwardChunk",
     "PlanSchedule",
     "RecvChunkActivation",
@@ -22,6 +23,10 @@ __all__ = [
 
 class ForwardChunk(PipeInstruction):
     """Run the stage's layers on a chunk. Roughly: `x = layers(x)`, keeping what backward needs."""
+
+
+class EvaluateChunk(PipeInstruction):
+    """Run the stage's layers on a chunk without keeping anything for a backward."""
 
 
 class BackwardChunk(PipeInstruction):
@@ -60,22 +65,23 @@ _PIPE_INSTRUCTIONS: dict[Op, type[PipeInstruction]] = {
 
 
 class PlanSchedule(PipeSchedule):
-    """The stream of one stage, one instruction per step, in the order the plan fixed."""
+    """The stream of one stage, one instruction per step, in the order the plan fixed.
 
-    def __init__(self, plan: Plan, stage: int) -> None:
+    `forward` is what a forward instruction becomes: ForwardChunk, or EvaluateChunk.
+    """
+
+    def __init__(
+        self, plan: Plan, stage: int, forward: type[PipeInstruction] = ForwardChunk
+    ) -> None:
         super().__init__(micro_batches=len(plan.chunks), stages=plan.layout.pp, stage_id=stage)
         self._stream = plan.for_stage(stage)
+        self._kinds = {**_PIPE_INSTRUCTIONS, Op.FORWARD: forward}
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """Yield one-instruction steps; the handler gets the planner's instruction and its place."""
         for position, instruction in enumerate(self._stream):
-            yield [to_pipe_instruction(instruction, position)]
+            yield [self._kinds[instruction.op](instruction=instruction, position=position)]
 
     def num_pipe_buffers(self) -> int:
         """None: activations are kept per chunk id, not in the base class's cyclic buffers."""
         return 0
-
-
-def to_pipe_instruction(instruction: Instruction, position: int) -> PipeInstruction:
-    """Wrap a planner instruction so that `_exec_schedule` dispatches it by type."""
-    return _PIPE_INSTRUCTIONS[instruction.op](instruction=instruction, position=position)

@@ -143,7 +143,7 @@ def compare_steps(case: Case) -> list[StepDifference]:
     equal weights.
     """
     engine = build_engine(case)
-    with _exact_norms(engine, case):
+    with exact_norms(engine, case):
         reference = Reference(engine, case)
         try:
             return [_compare_step(engine, reference, case, step) for step in range(case.steps)]
@@ -154,7 +154,7 @@ def compare_steps(case: Case) -> list[StepDifference]:
 def reference_curve(case: Case) -> tuple[list[float], list[float]]:
     """Losses of the engine and of an independent reference trained beside it."""
     engine = build_engine(case)
-    with _exact_norms(engine, case):
+    with exact_norms(engine, case):
         reference = Reference(engine, case)
         reference.copy_weights(engine)
         mine, theirs = [], []
@@ -311,7 +311,7 @@ def _gradient_errors(engine: InfiniPipeEngine, reference: Reference) -> dict[str
 
 
 @contextlib.contextmanager
-def _exact_norms(engine: InfiniPipeEngine, case: Case) -> Iterator[None]:
+def exact_norms(engine: InfiniPipeEngine, case: Case) -> Iterator[None]:
     """In float64 keep the model's norms in float64, for engine and reference alike.
 
     Hugging Face norms compute in float32, whose rounding would hide errors above 1e-10.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_infinipipe.errors import ScheduleError
-from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.context import ChunkContext, rank_tokens
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.types import Instruction, Op, Plan, Span, Timeline
 from ds_infinipipe.runtime.batch import StepBatch
@@ -32,6 +32,7 @@ class StepState:
         self.outputs: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
         self.spans: list[Span] = []
+        self.sequence_losses = torch.zeros(len(plan.lengths), dtype=torch.float64)
         self.position = -1
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
@@ -86,6 +87,21 @@ class StepState:
                     f"the K/V arena of sequence {shape.slices[0].sequence} still holds "
                     f"{arena.live_bytes} bytes after its first slice's backward (chunk {chunk})"
                 )
+
+    def add_losses(self, chunk: int, losses_T: torch.Tensor) -> None:
+        """Add this rank's token losses of a chunk to `sequence_losses`, by sequence."""
+        shape, engine = self.plan.chunks[chunk], self._engine
+        owners = torch.cat([torch.full((s.length,), s.sequence) for s in shape.slices])
+        mine = rank_tokens(shape.padded_tokens, engine.sp_size, engine.sp_rank)
+        owners = owners[mine]  # shorter than the losses where this rank holds padding
+        losses = losses_T.detach().to("cpu", torch.float64)[: len(owners)]
+        self.sequence_losses.index_add_(0, owners, losses)
+
+    def clear_arena(self, chunk: int) -> None:
+        """After a chunk's evaluation: the tail was the last to read its sequence's arena."""
+        shape = self.plan.chunks[chunk]
+        if shape.keeps_kv and shape.slices[0].is_tail:
+            self._arenas.pop(shape.slices[0].sequence).clear()
 
     def check_complete(self) -> None:
         """Nothing may be left over before the optimizer steps; raises ScheduleError."""

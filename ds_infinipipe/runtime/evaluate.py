@@ -1,0 +1,94 @@
+"""Evaluation: the forward part of a plan, losses by sequence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+
+from ds_infinipipe.planner.types import Op, Plan
+from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
+from ds_infinipipe.runtime.step import StepState
+
+if TYPE_CHECKING:
+    from ds_infinipipe.runtime.engine import InfiniPipeEngine
+
+__all__ = ["Bucket", "EvaluationReport", "forward_only", "run_evaluation"]
+
+_KEPT = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of at most `max_length` tokens, and more than the bucket before."""
+
+    max_length: int
+    sequences: int
+    labels: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Losses of one evaluated batch. `sequence_losses` are sums over each sequence's labels."""
+
+    loss: float
+    lengths: tuple[int, ...]
+    labels: tuple[int, ...]
+    sequence_losses: tuple[float, ...]
+
+    @property
+    def perplexity(self) -> float:
+        return Bucket(0, 0, 0, self.loss).perplexity
+
+    def buckets(self, limits: Sequence[int] = (1024, 4096, 16384, 65536)) -> tuple[Bucket, ...]:
+        """Loss by document length; the last bucket holds what is longer than every limit."""
+        found = []
+        edges = [0, *sorted(limits), max(2**62, *limits)]
+        for low, high in itertools.pairwise(edges):
+            inside = [i for i, n in enumerate(self.lengths) if low < n <= high]
+            count = sum(self.labels[i] for i in inside)
+            if count:
+                total = sum(self.sequence_losses[i] for i in inside)
+                found.append(Bucket(high, len(inside), count, total / count))
+        return tuple(found)
+
+
+def forward_only(plan: Plan) -> Plan:
+    """The same chunks in the same order, without backward and step."""
+    streams = tuple(tuple(i for i in stream if i.op in _KEPT) for stream in plan.streams)
+    return replace(plan, streams=streams)
+
+
+def run_evaluation(
+    engine: InfiniPipeEngine, plan: Plan, share: StepBatch, whole: StepBatch
+) -> EvaluationReport:
+    """Evaluate this replica's share under a plan; a collective over all ranks.
+
+    Weights and gradients stay as they are, so it may stand between any two training steps.
+    """
+    step = StepState(engine, forward_only(plan), share)
+    engine.executor.loss_block_tokens = plan.loss_block_tokens
+    engine.execute_evaluation(step)
+    members = engine.replica_members(whole)
+    totals = torch.zeros(len(whole.ids), dtype=torch.float64)
+    totals.index_add_(0, torch.tensor(members, dtype=torch.int64), step.sequence_losses)
+    totals = totals.to(engine.device)
+    dist.all_reduce(totals)
+    labels = tuple(int(np.count_nonzero(row != IGNORE_INDEX)) for row in whole.labels)
+    return EvaluationReport(
+        loss=float(totals.sum()) / whole.num_labels,
+        lengths=whole.lengths,
+        labels=labels,
+        sequence_losses=tuple(totals.tolist()),
+    )
