@@ -156,7 +156,10 @@ class CostModel:
         times the head's forward and B none. Eq. 11 reads l * d_p / L, not l / (L * d_s): T_tot is
         the time of one stage already.
         """
-        tokens, areas = chunk_sizes(chunks)
+        return self.size_costs(*chunk_sizes(chunks))
+
+    def size_costs(self, tokens: Floats, areas: Floats) -> ChunkCosts:
+        """`chunk_costs` of chunks known by their sizes alone, padding included; arrays [n]."""
         layers = np.array(self.layout.stage_layers, dtype=np.float64)[:, None]
         forward = layers * self._layer_forward(tokens, areas)[None, :]
         forward[-1] += 3 * self.coefficients.logits_s * tokens
