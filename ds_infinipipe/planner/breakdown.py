@@ -1,0 +1,49 @@
+"""Where the time of a step goes: communication that nothing hides, and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_infinipipe.planner.costs import CostModel, chunk_sizes
+from ds_infinipipe.planner.types import Chunk, Instruction, Op, Plan
+
+__all__ = ["Breakdown", "break_down", "break_down_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Seconds of a step, mean over the stages.
+
+    `communication_s` is gathers and all-to-alls that do not hide under compute; those of a
+    recomputation are part of `recompute_s`.
+    """
+
+    communication_s: float
+    recompute_s: float
+
+
+def break_down(
+    streams: Sequence[Sequence[Instruction]], chunks: Sequence[Chunk], cost: CostModel
+) -> Breakdown:
+    """Shares of the chunks' predicted times that are communication and recomputation."""
+    tokens, areas = chunk_sizes(chunks)
+    layer_s = cost.recompute_times(tokens, areas)
+    recomputed = np.zeros(len(chunks))
+    for stream in streams:
+        for instruction in stream:
+            if instruction.op is Op.BACKWARD:
+                recomputed[instruction.chunk] += instruction.recompute
+    num_layers = sum(cost.layout.stage_layers)
+    communication_s = num_layers * float(cost.communication_times(tokens, areas).sum())
+    return Breakdown(
+        communication_s / len(streams), float((recomputed * layer_s).sum()) / len(streams)
+    )
+
+
+def break_down_plan(plan: Plan) -> Breakdown:
+    """`break_down` under the constants of the plan's own model and cluster."""
+    cost = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage)
+    return break_down(plan.streams, plan.chunks, cost)

@@ -1,0 +1,241 @@
+"""Which degrees to run a batch with: every (pp, sp, dp) is planned unless it cannot win.
+
+One stage (pp = 1) is plain ZeRO-3 with Ulysses, data-parallel replicas beside it. The replicas of
+dp > 1 get sub-batches of balanced predicted time and a plan each; they wait for the slowest and sum
+their gradients once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.links import step_reduction_s
+from ds_infinipipe.planner.replicas import idle_plan, split_batch
+from ds_infinipipe.planner.search import plan_batch
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec, make_layout
+from ds_infinipipe.planner.types import Plan
+
+__all__ = [
+    "LayoutOutcome",
+    "LayoutSearch",
+    "LayoutStatus",
+    "plan_replicas",
+    "search_layouts",
+    "work_bound_s",
+]
+
+
+class LayoutStatus(str, Enum):
+    """How far a layout got."""
+
+    PLANNED = "planned"
+    SLOWER = "slower"
+    """Not planned to the end: what is known of it takes longer than the best."""
+    INFEASIBLE = "infeasible"
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True)
+class LayoutOutcome:
+    """One layout with its predicted step, or why it has none.
+
+    `step_time_s` has the gradient reduction; both times are inf where there is no plan, except that
+    `bound_s` holds for every possible layout. `plans` is one per replica.
+    """
+
+    degrees: tuple[int, int, int]
+    status: LayoutStatus
+    bound_s: float = math.inf
+    step_time_s: float = math.inf
+    reason: str = ""
+    plans: tuple[Plan, ...] = ()
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle share of all devices, those of early replicas included."""
+        slowest_s = max(plan.predicted.step_time_s for plan in self.plans)
+        busy = [p.predicted.step_time_s * (1 - p.predicted.bubble_ratio) for p in self.plans]
+        return (slowest_s - sum(busy) / len(busy)) / self.step_time_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(max(plan.predicted.peak_bytes) for plan in self.plans)
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """All layouts, the planned ones first and fastest first."""
+
+    ranking: tuple[LayoutOutcome, ...]
+
+    @property
+    def best(self) -> LayoutOutcome:
+        return self.ranking[0]
+
+
+def search_layouts(
+    lengths: Sequence[int],
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    settings: PlannerSettings | None = None,
+    zero_stage: int = 3,
+    num_devices: int | None = None,
+) -> LayoutSearch:
+    """Rank all layouts of `num_devices`, by default the cluster's, by predicted step time.
+
+    Layouts are planned in the order of a lower bound of their time, and not at all where it
+    reaches the best time so far. Equal times go to fewer stages.
+
+    Raises DataError for a bad batch, ConfigError for a number of devices the cluster lacks,
+    InfeasiblePlanError, with the reason of every layout, where none has a plan.
+    """
+    settings = settings or PlannerSettings()
+    devices = cluster.num_devices if num_devices is None else num_devices
+    if not 1 <= devices <= cluster.num_devices:
+        raise ConfigError(
+            f"{devices} devices asked for, cluster {cluster.name} has {cluster.num_devices}"
+        )
+    possible: list[tuple[float, Layout]] = []
+    outcomes: list[LayoutOutcome] = []
+    for degrees in _factorizations(devices):
+        try:
+            layout = make_layout(model, *degrees)
+        except ConfigError as error:
+            outcomes.append(LayoutOutcome(degrees, LayoutStatus.IMPOSSIBLE, reason=str(error)))
+            continue
+        bound_s = work_bound_s(lengths, model, cluster, layout, zero_stage)
+        possible.append((bound_s, layout))
+    best_s = math.inf
+    for bound_s, layout in sorted(possible, key=lambda entry: (entry[0], entry[1].pp, entry[1].sp)):
+        outcome = _try(lengths, model, cluster, layout, settings, zero_stage, bound_s, best_s)
+        best_s = min(best_s, outcome.step_time_s)
+        outcomes.append(outcome)
+    order = list(LayoutStatus)
+    ranking = sorted(
+        outcomes, key=lambda o: (order.index(o.status), o.step_time_s, o.bound_s, o.degrees)
+    )
+    if ranking[0].status is not LayoutStatus.PLANNED:
+        reasons = "; ".join(f"{_name(o.degrees)}: {o.reason}" for o in ranking)
+        raise InfeasiblePlanError(
+            f"no layout of {devices} devices has a plan for this batch. {reasons}"
+        )
+    return LayoutSearch(tuple(ranking))
+
+
+def _try(
+    lengths: Sequence[int],
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    settings: PlannerSettings,
+    zero_stage: int,
+    bound_s: float,
+    best_s: float,
+) -> LayoutOutcome:
+    degrees = (layout.pp, layout.sp, layout.dp)
+    if bound_s >= best_s:
+        reason = f"at least {bound_s:.4g} s of work, the best takes {best_s:.4g} s"
+        return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
+    reduction_s = step_reduction_s(model, layout, cluster, zero_stage)
+    plans: list[Plan] = []
+    try:
+        for plan in plan_replicas(
+            lengths,
+            model=model,
+            cluster=cluster,
+            layout=layout,
+            settings=settings,
+            zero_stage=zero_stage,
+        ):
+            plans.append(plan)
+            so_far_s = plan.predicted.step_time_s + reduction_s
+            if so_far_s >= best_s and len(plans) < layout.dp:
+                reason = f"a replica takes {so_far_s:.4g} s, the best {best_s:.4g} s"
+                return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
+    except InfeasiblePlanError as error:
+        return LayoutOutcome(degrees, LayoutStatus.INFEASIBLE, bound_s, reason=str(error))
+    step_time_s = max(plan.predicted.step_time_s for plan in plans) + reduction_s
+    return LayoutOutcome(degrees, LayoutStatus.PLANNED, bound_s, step_time_s, plans=tuple(plans))
+
+
+def plan_replicas(
+    lengths: Sequence[int],
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    settings: PlannerSettings,
+    zero_stage: int = 3,
+) -> Iterator[Plan]:
+    """A plan for each replica of the layout, one after the other; errors as of `plan_batch`."""
+    if layout.dp == 1:
+        shares: Sequence[Sequence[int]] = [range(len(lengths))]
+    else:
+        shares = split_batch(lengths, layout.dp, CostModel(model, cluster, layout, zero_stage))
+    for share in shares:
+        if share or layout.dp == 1:
+            yield plan_batch(
+                [lengths[i] for i in share],
+                model=model,
+                cluster=cluster,
+                layout=layout,
+                settings=settings,
+                zero_stage=zero_stage,
+            )
+        else:
+            yield idle_plan(
+                model=model,
+                cluster=cluster,
+                layout=layout,
+                settings=settings,
+                zero_stage=zero_stage,
+            )
+
+
+def work_bound_s(
+    lengths: Sequence[int],
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    zero_stage: int = 3,
+) -> float:
+    """No plan of this layout takes less: work of the most loaded stage, without any fixed cost.
+
+    Neither recomputation nor bubbles, latencies or gathers count. A replica has at least the mean
+    work, and at least that of the longest sequence; the gradient reduction comes on top.
+    """
+    c = CostModel(model, cluster, layout, zero_stage).coefficients
+    token_s = 3 * c.linear_s + 2 * c.all2all_s
+    area_s = c.attention_forward_s + c.attention_backward_s
+
+    def work_s(tokens: float, area: float) -> float:
+        layer_s = token_s * tokens + area_s * area
+        last_s = layout.stage_layers[-1] * layer_s + 3 * c.logits_s * tokens
+        return max(max(layout.stage_layers) * layer_s, last_s)
+
+    area = math.fsum(float(n) ** 2 for n in lengths)
+    longest = max(lengths, default=0)
+    work = max(
+        work_s(sum(lengths) / layout.dp, area / layout.dp), work_s(longest, float(longest) ** 2)
+    )
+    return work + step_reduction_s(model, layout, cluster, zero_stage)
+
+
+def _factorizations(devices: int) -> Iterator[tuple[int, int, int]]:
+    """All (pp, sp, dp) whose product is `devices`."""
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    for pp in divisors:
+        for sp in divisors:
+            if devices % (pp * sp) == 0:
+                yield pp, sp, devices // (pp * sp)
+
+
+def _name(degrees: tuple[int, int, int]) -> str:
+    return "pp {}, sp {}, dp {}".format(*degrees)
