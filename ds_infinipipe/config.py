@@ -25,6 +25,7 @@ from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, ModelSpec, load_cluster, model_from_hf
 
 __all__ = [
+    "CheckpointSettings",
     "ClusterSpec",
     "DataSettings",
     "DebugSettings",
@@ -178,6 +179,40 @@ class TrainingSettings(_Section):
     """Steps between two log lines. Default 1."""
 
 
+class CheckpointSettings(_Section):
+    """Saving and resuming. What `save_dir` and the two after it ask for, `infinipipe train` does;
+    the others also hold for the engine's `save_checkpoint` and `load_checkpoint`."""
+
+    save_dir: str | None = None
+    """Folder of the checkpoints, shared by all nodes. Default: nothing is saved."""
+
+    every_steps: _Degree | None = None
+    """Steps between two checkpoints; the last step is always saved. Default: only that."""
+
+    resume: str | None = "auto"
+    """Where training goes on: "auto" (default), the latest checkpoint in `save_dir` if there is
+    one; a checkpoint's folder, or one that holds some; or null, at the start."""
+
+    keep_last: _Degree | None = None
+    """Checkpoints named by step that are kept, the youngest; other tags stay. Default: all."""
+
+    asynchronous: bool = False
+    """Copy the states to host memory and write them beside training. Default false."""
+
+    verify: bool = True
+    """Compare checksums when loading, which reads every file once. Default true."""
+
+    restore_data: bool = True
+    """Go on in the data where the checkpoint was taken; false starts at its beginning, as is
+    needed with another data set or batch size. Default true."""
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> CheckpointSettings:
+        if self.save_dir is None and self.every_steps is not None:
+            raise ValueError("every_steps needs save_dir, the folder to save to")
+        return self
+
+
 class RuntimeSettings(_Section):
     """How a plan is executed."""
 
@@ -213,6 +248,7 @@ class InfiniPipeConfig(_Section):
     planning: PlanningSettings = PlanningSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     debug: DebugSettings = DebugSettings()
 

@@ -1,6 +1,7 @@
 """Errors a user can meet; every message names the thing, the numbers and the repair."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "InfeasiblePlanError",
@@ -25,6 +26,12 @@ class ConfigError(InfiniPipeError):
 
 class DataError(InfiniPipeError):
     """The corpus, a lengths file or a batch cannot be used."""
+
+    exit_code = 2
+
+
+class CheckpointError(InfiniPipeError):
+    """A checkpoint cannot be written, or the one to be read is missing, damaged or another's."""
 
     exit_code = 2
 

@@ -28,6 +28,7 @@ from ds_infinipipe.ops.attention import check_alignment, resolve_attention
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
 from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 _PEER_FAILURES = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
 
 
-class InfiniPipeEngine(PipelineEngine):
+class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     """Trains an InfiniPipeModule; `train_batch` owns the whole step.
 
     `report` describes the last step, `plan` is what it ran, `timeline` what this rank measured.
@@ -344,6 +345,7 @@ class InfiniPipeEngine(PipelineEngine):
     def close(self) -> None:
         """End the planning worker."""
         self._plans.close()
+        self._saver.close()
 
 
 def _is_peer_failure(error: Exception) -> bool:

@@ -23,6 +23,15 @@ class BatchFeed:
         """True if this feed was made for that very object."""
         return self._source is batches
 
+    @property
+    def num_ahead(self) -> int:
+        """Batches taken from the source that were not returned yet: 0 or 1."""
+        return int(self._ahead is not None and not isinstance(self._ahead, StopIteration))
+
+    def forget(self) -> None:
+        """Drop the batch read ahead, because the source now stands elsewhere."""
+        self._ahead = None
+
     def next(self) -> StepBatch:
         """The next batch; raises StopIteration at the end, and DataError for a bad batch."""
         ahead, self._ahead = self._ahead, None
