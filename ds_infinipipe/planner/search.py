@@ -10,7 +10,8 @@ from numbers import Integral
 
 from ds_infinipipe.errors import DataError
 from ds_infinipipe.planner.candidates import Candidate, Chunking
-from ds_infinipipe.planner.chunking import chunk_sequences
+from ds_infinipipe.planner.capacity import Question
+from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
@@ -64,13 +65,14 @@ def plan_batch(
     memory = MemoryModel(
         model, layout, zero_stage=zero_stage, loss_block_tokens=settings.loss_block_tokens
     )
-    check_states(memory, limit_bytes)
+    question = Question(cost, memory, settings)
+    check_states(question, limit_bytes, batch)
     deadline = Deadline.of(settings, batch, cost)
-    source = _chunkings(batch, cost, memory, limit_bytes, settings)
+    source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
     chunkings: list[Chunking] = []
     found = _search(source, chunkings, deadline)
     if found is None:
-        raise infeasible_plan(chunkings, batch, settings)
+        raise infeasible_plan(question, chunkings, batch)
     plan = _assemble(found, batch, model, cluster, zero_stage, started_s)
     verify_plan(plan)
     return plan
@@ -128,32 +130,6 @@ def _checked(lengths: Sequence[int]) -> tuple[int, ...]:
                 "lengths must be whole numbers of at least 1 token"
             )
     return tuple(int(length) for length in lengths)
-
-
-def _chunkings(
-    lengths: tuple[int, ...],
-    cost: CostModel,
-    memory: MemoryModel,
-    limit_bytes: int,
-    settings: PlannerSettings,
-) -> Iterator[Chunking]:
-    """Algorithm 1 for every K; a K that cuts like a smaller one is left out."""
-    token_limit = None if settings.token_limit == "auto" else settings.token_limit
-    seen: set[object] = set()
-    for k in range(1, settings.slice_limit(memory.layout.pp) + 1):
-        chunks = chunk_sequences(
-            lengths,
-            k,
-            cost,
-            memory,
-            limit_bytes,
-            settings.alignment,
-            memory.layout.sp,
-            token_limit,
-        )
-        if chunks not in seen:
-            seen.add(chunks)
-            yield Chunking.of(k, chunks, cost, memory, limit_bytes, settings)
 
 
 def _cheapest(chunkings: Sequence[Chunking], deadline: Deadline) -> tuple[Candidate | None, int]:

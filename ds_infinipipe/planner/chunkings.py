@@ -1,0 +1,39 @@
+"""Algorithm 1 for every number of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ds_infinipipe.planner.candidates import Chunking
+from ds_infinipipe.planner.chunking import chunk_sequences
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.settings import PlannerSettings
+
+__all__ = ["iterate_chunkings"]
+
+
+def iterate_chunkings(
+    lengths: Sequence[int],
+    cost: CostModel,
+    memory: MemoryModel,
+    limit_bytes: int,
+    settings: PlannerSettings,
+) -> Iterator[Chunking]:
+    """Algorithm 1 for K from 1 to the slice limit; a K that cuts like a smaller one is left out."""
+    token_limit = None if settings.token_limit == "auto" else settings.token_limit
+    seen: set[object] = set()
+    for k in range(1, settings.slice_limit(memory.layout.pp) + 1):
+        chunks = chunk_sequences(
+            lengths,
+            k,
+            cost,
+            memory,
+            limit_bytes,
+            settings.alignment,
+            memory.layout.sp,
+            token_limit,
+        )
+        if chunks not in seen:
+            seen.add(chunks)
+            yield Chunking.of(k, chunks, cost, memory, limit_bytes, settings)
