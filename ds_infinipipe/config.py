@@ -178,6 +178,12 @@ class TrainingSettings(_Section):
     log_every: _Degree = 1
     """Steps between two log lines. Default 1."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradients are not finite ends the run (default) or is skipped."""
+
+    failure_dir: str = "failed-steps"
+    """Folder that receives such a step for `infinipipe replay`. Default "failed-steps"."""
+
 
 class CheckpointSettings(_Section):
     """Saving and resuming. What `save_dir` and the two after it ask for, `infinipipe train` does;
@@ -222,6 +228,9 @@ class RuntimeSettings(_Section):
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds to wait for a peer before the step fails, naming chunk and peer. Default 600."""
 
+    watchdog_s: float = Field(default=60.0, gt=0.0)
+    """Seconds at one instruction after which a rank says where it stalls. Default 60."""
+
 
 class DebugSettings(_Section):
     """What helps to find a fault; all off by default."""
@@ -230,7 +239,7 @@ class DebugSettings(_Section):
     """Compare a checksum of every transfer on both sides."""
 
     dump_plans: str | None = None
-    """Folder that receives every step's plan as JSON."""
+    """Folder that receives every step, plan and batch, for `infinipipe replay`."""
 
     trace: str | None = None
     """Folder that receives a Chrome trace of the measured steps."""

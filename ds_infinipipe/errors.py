@@ -6,6 +6,7 @@ __all__ = [
     "DataError",
     "InfeasiblePlanError",
     "InfiniPipeError",
+    "NonFiniteError",
     "PeerTimeoutError",
     "PlanMismatchError",
     "ScheduleError",
@@ -44,6 +45,10 @@ class InfeasiblePlanError(InfiniPipeError):
 
 class ScheduleError(InfiniPipeError):
     """A plan breaks a rule of the verifier: coverage, order, communication, window or memory."""
+
+
+class NonFiniteError(InfiniPipeError):
+    """A loss or gradient is infinite or not a number."""
 
 
 class PlanMismatchError(InfiniPipeError):

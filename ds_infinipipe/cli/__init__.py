@@ -17,7 +17,7 @@ from ds_infinipipe.errors import InfiniPipeError
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
-_VERBS = ("train", "plan", "config", "sweep", "schema", "verify")
+_VERBS = ("train", "plan", "config", "sweep", "schema", "verify", "replay")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,12 +33,14 @@ from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.runtime.monitoring import step_events
 from ds_infinipipe.runtime.p2p import Channel, transport_reason
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
 from ds_infinipipe.runtime.step import StepState
 from ds_infinipipe.runtime.surface import allow_zero3_with_pipeline
+from ds_infinipipe.runtime.watchdog import Activity, Watchdog
 
 __all__ = ["InfiniPipeEngine"]
 
@@ -50,9 +52,9 @@ _PEER_FAILURES = ("gloo", "nccl", "connection", "timed out", "timeout", "socket"
 class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     """Trains an InfiniPipeModule; `train_batch` owns the whole step.
 
-    `report` describes the last step, `plan` is what it ran, `timeline` what this rank measured.
-    Functions in `before_step_hooks` are called with the engine
-    when a step's gradients are complete and not yet clipped.
+    `report` describes the last step, `plan` and `batch` are what it ran, `timeline` what this rank
+    measured. Functions in `before_step_hooks` are called with the engine when a step's gradients
+    are complete and not yet clipped.
     """
 
     module: InfiniPipeModule
@@ -76,9 +78,13 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self._feed: BatchFeed | None = None
         self._step: StepState | None = None
         self._calibration = TimeCalibration()
+        self._wants_stop = False
+        self.stop_requested = False
+        self._watchdog = Watchdog(self._activity, self.settings.runtime.watchdog_s)
         self.before_step_hooks: list[Callable[[InfiniPipeEngine], None]] = []
         self.report: StepReport | None = None
         self.plan: Plan | None = None
+        self.batch: StepBatch | None = None
         self.evaluation: EvaluationReport | None = None
         self.timeline: Timeline | None = None
 
@@ -112,13 +118,15 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         With replicas `batch` is this replica's share and `whole` the step's whole batch, over whose
         labels the loss is averaged.
         """
-        self.plan = plan
+        self.plan, self.batch = plan, batch
         self._step = StepState(self, plan, batch)
         self._whole_batch = batch if whole is None else whole
         self.executor.begin_step(1.0 / self._whole_batch.num_labels, plan.loss_block_tokens)
         started = time.perf_counter()
         loss: torch.Tensor = super().train_batch()
         self.report = self._make_report(plan, planning, time.perf_counter() - started)
+        if self.global_rank == 0 and self.monitor.enabled:
+            self.monitor.write_events(step_events(self.report, plan, self.global_samples, None))
         self.timeline = self._step.timeline()
         self._step = None
         return loss
@@ -171,10 +179,12 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             float(self.executor.loss_sum),
             self._step.busy_s(),
             float(self.executor.recomputed_layers),
+            float(self._wants_stop),
         ]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
         self._totals = totals.tolist()
+        self.stop_requested = self._totals[3] > 0
         return totals[0]
 
     def step_optimizer(self) -> None:
@@ -182,15 +192,45 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         if isinstance(self.sharding, ReplicatedSharding):
             self._global_grad_norm = self._replicated_grad_norm()
         self._exec_optimizer_step()
+        self._count_samples()
+
+    def skip_step(self) -> None:
+        """Leave the weights as they are and go on with the next batch."""
+        self._global_grad_norm = float("nan")
+        self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._count_samples()
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the step under way; they see it in `stop_requested`."""
+        self._wants_stop = True
+
+    def _count_samples(self) -> None:
+        # DeepSpeed counted its own train_batch_size, which is not the number of sequences
         self.global_samples += len(self._whole_batch.ids) - self.train_batch_size()
 
     # ---- called by the handlers
 
     def enter(self, instruction: Instruction, position: int) -> StepState:
-        """Note where this rank is, for errors, and return the step's state."""
+        """Note where this rank is, for errors and the watchdog, and return the step's state."""
         assert self._step is not None
         self._step.position, self._step.instruction = position, instruction
+        self._step.entered_s = time.monotonic()
         return self._step
+
+    def _activity(self) -> Activity | None:
+        step = self._step
+        return None if step is None else Activity(self._whereabouts(step), step.entered_s)
+
+    def _whereabouts(self, step: StepState) -> str:
+        neighbours = sorted({c.peer for c in self._channels()} - {self.global_rank})
+        return (
+            f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank}) at "
+            f"instruction {step.position} '{step.instruction}' of step {self.global_steps}; its "
+            f"neighbours in the pipeline are ranks {neighbours}, its stage is ranks "
+            f"{self.grid.sequence_ranks}"
+        )
 
     def drain(self) -> None:
         """Wait until all sent tensors have left."""
@@ -293,7 +333,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     def _make_report(
         self, plan: Plan, planning: PlanningReport | None, elapsed_s: float
     ) -> StepReport:
-        loss, busy_s, recomputed = self._totals
+        loss, busy_s, recomputed, _ = self._totals
         report = StepReport.build(
             step=self.global_steps,
             loss=loss,
@@ -315,8 +355,8 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         """Drop the step's tensors; turn a transport error into one that says where it happened."""
         step = self._step
         assert step is not None
-        where = f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank})"
-        at = f"instruction {step.position} '{step.instruction}' of step {self.global_steps}"
+        where = self._whereabouts(step)
+        self._step = None
         self.executor.abandon()
         for channel in self._channels():
             channel.abandon()
@@ -324,14 +364,12 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             reason = str(error)
         elif _is_peer_failure(error):
             peers = [r for r in self.grid.sequence_ranks if r != self.global_rank]
-            reason = f"in a collective with its stage's ranks {peers}: {transport_reason(error)}"
+            reason = f"in a collective with ranks {peers}: {transport_reason(error)}"
         else:
-            logger.error("%s failed at %s: %s", where, at, error)
+            logger.error("%s: %s", where, error)
             return
-        neighbours = sorted({c.peer for c in self._channels()} - {self.global_rank})
         raise PeerTimeoutError(
-            f"{where} stopped at {at}, {reason}. Its neighbours in the pipeline are ranks "
-            f"{neighbours}; look at the first rank that failed"
+            f"{reason}. This is {where}; look at the first rank that failed"
         ) from error
 
     def _channels(self) -> Iterator[Channel]:
@@ -343,7 +381,8 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         )
 
     def close(self) -> None:
-        """End the planning worker."""
+        """End the planning worker and the watchdog."""
+        self._watchdog.stop()
         self._plans.close()
         self._saver.close()
 

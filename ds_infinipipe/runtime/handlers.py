@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ds_infinipipe.planner.types import Instruction
+from ds_infinipipe.runtime.finite import may_step
 
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine
@@ -91,4 +92,7 @@ def step_plan(engine: InfiniPipeEngine, instruction: Instruction, position: int)
     engine.sharding.finish_gradients(engine.module.tied_parameter, engine.grid.tied_pg)
     for hook in engine.before_step_hooks:
         hook(engine)
-    engine.step_optimizer()
+    if may_step(engine, step):
+        engine.step_optimizer()
+    else:
+        engine.skip_step()

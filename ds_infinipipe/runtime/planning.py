@@ -94,11 +94,13 @@ class PlanningTask:
 
 @dataclass(frozen=True)
 class PlanningReport:
-    """How a step's plan came about. `waited_s` is what training stood still for it."""
+    """How a step's plan came about. `waited_s` is what training stood still for it; `was_ahead`
+    says that it was solved beside the step before."""
 
     solve_s: float
     waited_s: float
     is_fallback: bool = False
+    was_ahead: bool = False
 
 
 class PlanWorker:
@@ -237,7 +239,9 @@ class PlanService:
             raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
         plan = Plan.from_json(answer["plan"])
         self._compare(plan, lengths)
-        report = PlanningReport(plan.solver.time_s, answer["waited_s"], answer["is_fallback"])
+        report = PlanningReport(
+            plan.solver.time_s, answer["waited_s"], answer["is_fallback"], answer["was_ahead"]
+        )
         return plan, report
 
     def close(self) -> None:
@@ -251,14 +255,20 @@ class PlanService:
         if not aside:
             pending, self._pending = self._pending, None
         answer: dict[str, Any] | None = None
-        is_fallback = False
+        is_fallback = was_ahead = False
         if pending == lengths and self._worker is not None:
             answer = self._await_worker()
+            was_ahead = answer is not None
             is_fallback = answer is None
         if answer is None:
             answer = self._solve_here(lengths, greedy=is_fallback)
         waited_s = time.perf_counter() - started
-        return {**answer, "waited_s": waited_s, "is_fallback": is_fallback}
+        return {
+            **answer,
+            "waited_s": waited_s,
+            "is_fallback": is_fallback,
+            "was_ahead": was_ahead,
+        }
 
     def _await_worker(self) -> dict[str, Any] | None:
         assert self._worker is not None

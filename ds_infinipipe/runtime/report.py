@@ -55,6 +55,7 @@ class StepReport:
     solve_s: float
     planning_wait_s: float
     planning_fallback: bool
+    planning_ahead: bool
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,6 +98,7 @@ class StepReport:
             solve_s=planning.solve_s,
             planning_wait_s=planning.waited_s,
             planning_fallback=planning.is_fallback,
+            planning_ahead=planning.was_ahead,
         )
 
     def line(self) -> str:
@@ -115,6 +117,8 @@ class StepReport:
     def _planning(self) -> str:
         if self.planning_fallback:
             return f"plan late, fallback after {self.planning_wait_s:.2f} s"
+        if not self.planning_ahead:
+            return f"planned in {self.solve_s:.2f} s, not ahead"
         # unpacking and handing out a plan takes milliseconds, which nobody would call waiting
         hidden = self.planning_wait_s < max(0.05, 0.02 * self.elapsed_s)
         state = "hidden" if hidden else f"waited {self.planning_wait_s:.2f} s"

@@ -53,6 +53,9 @@ class Sharding(Protocol):
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
         """Complete the gradients of the step; `tied` is this stage's copy of a tied weight."""
 
+    def gradients_are_finite(self) -> bool:
+        """True if every gradient this rank holds at the end of a step is a finite number."""
+
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The whole gradient, a collective over the stage; call before the optimizer steps."""
 
@@ -128,6 +131,9 @@ class Zero3Sharding:
                     partition = self._optimizer.averaged_gradients[group][place]
                     dist.all_reduce(partition, group=tied_pg)
 
+    def gradients_are_finite(self) -> bool:
+        return bool(self._optimizer.grad_partitions_flat_buffer.isfinite().all())
+
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return safe_get_full_grad(parameter)
 
@@ -170,6 +176,9 @@ class ReplicatedSharding:
                 self.counts["reduce"] += 1
         if tied is not None:
             dist.all_reduce(tied.grad, group=tied_pg)
+
+    def gradients_are_finite(self) -> bool:
+        return all(bool(p.grad.isfinite().all()) for p in self._parameters if p.grad is not None)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None

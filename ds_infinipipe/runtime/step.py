@@ -34,6 +34,7 @@ class StepState:
         self.spans: list[Span] = []
         self.sequence_losses = torch.zeros(len(plan.lengths), dtype=torch.float64)
         self.position = -1
+        self.entered_s = time.monotonic()
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
         self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,30 +17,33 @@ from ds_infinipipe.data.dataset import DocumentDataset
 from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.types import Timeline
 from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.checkpoint.routine import CheckpointRoutine
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
 from ds_infinipipe.runtime.module import InfiniPipeModule, init_distributed
+from ds_infinipipe.runtime.record import save_step
 from ds_infinipipe.viz.chrome_trace import write_chrome_trace
 
-__all__ = ["train"]
+__all__ = ["start_logging", "train"]
 
 logger = logging.getLogger("ds_infinipipe.train")
 
 
 def train(config: dict[str, Any], steps: int | None = None) -> list[float]:
-    """Train as the DeepSpeed JSON `config` says and return the losses.
+    """Train up to `steps` as the DeepSpeed JSON `config` says and return this run's losses.
 
     Runs on every rank a launcher started. Raises InfiniPipeError before the first step where
     configuration, corpus or layout cannot work.
     """
-    init_distributed(InfiniPipeConfig.from_deepspeed(config).runtime.timeout_s)
-    _configure_logging()
+    start_logging(config)
     model = InfiniPipeModule(config)
     dataset = _load_dataset(model)
     engine, _, _, _ = initialize(model=model, training_data=dataset, config=config)
+    before = signal.signal(signal.SIGTERM, lambda *_: engine.request_stop())
     try:
         return _run(engine, steps or engine.settings.training.steps)
     finally:
+        signal.signal(signal.SIGTERM, before)
         engine.close()
 
 
@@ -54,13 +58,20 @@ def _load_dataset(model: InfiniPipeModule) -> DocumentDataset:
 def _run(engine: InfiniPipeEngine, steps: int) -> list[float]:
     losses = []
     log_every = engine.settings.training.log_every
-    for _ in range(steps):
+    checkpoints = CheckpointRoutine(engine)
+    checkpoints.resume(steps)
+    while engine.global_steps < steps:
         losses.append(float(engine.train_batch()))
         report = engine.report
         assert report is not None
         if engine.global_rank == 0 and report.step % log_every == 0:
             logger.info("%s", report.line())
         _dump(engine)
+        checkpoints.after_step()
+        if engine.stop_requested:
+            logger.info("asked to stop: ended after step %d", engine.global_steps)
+            break
+    checkpoints.at_end()
     return losses
 
 
@@ -68,9 +79,10 @@ def _dump(engine: InfiniPipeEngine) -> None:
     debug, plan = engine.settings.debug, engine.plan
     assert plan is not None
     name = f"step-{engine.global_steps:06d}"
-    if debug.dump_plans is not None and engine.global_rank == 0:
-        Path(debug.dump_plans).mkdir(parents=True, exist_ok=True)
-        (Path(debug.dump_plans) / f"{name}.json").write_text(plan.to_json(), encoding="utf-8")
+    if debug.dump_plans is not None and engine.global_rank == engine.grid.plan_rank:
+        assert engine.batch is not None
+        name_here = f"{name}-replica-{engine.grid.replica}"
+        save_step(debug.dump_plans, name_here, plan, engine.batch)
     if debug.trace is not None:
         measured = _gather_timeline(engine)
         if engine.global_rank == 0:
@@ -90,7 +102,9 @@ def _gather_timeline(engine: InfiniPipeEngine) -> Timeline:
     return Timeline(spans, makespan_s, 1.0 - sum(busy_s) / (makespan_s * len(busy_s)), busy_s)
 
 
-def _configure_logging() -> None:
+def start_logging(config: dict[str, Any]) -> None:
+    """Join the process group and let rank 0 speak on stdout; other ranks only warn."""
+    init_distributed(InfiniPipeConfig.from_deepspeed(config).runtime.timeout_s)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     root = logging.getLogger("ds_infinipipe")

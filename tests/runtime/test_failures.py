@@ -85,7 +85,7 @@ def _run_casualty(victim: int, op: str, sign: int, folder: Path) -> list[str]:
     reports = [(folder / f"rank{rank}").read_text() for rank in range(4) if rank != victim]
     for text in reports:
         assert "PeerTimeoutError" in text
-        assert "stopped at instruction" in text
-        assert "peer rank" in text or "in a collective with its stage's ranks" in text
+        assert "at instruction" in text
+        assert "peer rank" in text or "in a collective with ranks" in text
         assert "ranks" in text
     return reports

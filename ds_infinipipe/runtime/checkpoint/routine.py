@@ -1,0 +1,71 @@
+"""When `infinipipe train` saves, and where it goes on; all calls are collectives."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch.distributed as torch_dist
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.runtime.checkpoint.folder import has_checkpoint
+from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
+
+__all__ = ["CheckpointRoutine"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointRoutine:
+    """Does what the `checkpoint` section asks for around a training loop."""
+
+    def __init__(self, engine: CheckpointMixin) -> None:
+        self._engine = engine
+        self._settings = engine.settings.checkpoint
+        self._saved_step: int | None = None
+
+    def resume(self, steps: int) -> None:
+        """Load the checkpoint to go on from, if there is one and it is wanted.
+
+        Raises CheckpointError where it cannot be used, and ConfigError where it is beyond `steps`.
+        """
+        source = self._source()
+        if source is None:
+            return
+        place, _ = self._engine.load_checkpoint(source)
+        self._saved_step = self._engine.global_steps
+        if self._engine.global_steps > steps:
+            raise ConfigError(
+                f"{place} was taken after step {self._engine.global_steps}, training is to end "
+                f"after step {steps}: raise infinipipe.training.steps, or set "
+                "infinipipe.checkpoint.resume to null"
+            )
+        logger.info("resumed from %s after step %d", place, self._engine.global_steps)
+
+    def after_step(self) -> None:
+        """Save if it is time to."""
+        every = self._settings.every_steps
+        if every is not None and self._engine.global_steps % every == 0:
+            self._save()
+
+    def at_end(self) -> None:
+        """Save the last step if that was not done, and wait until all is on disk."""
+        if self._settings.save_dir is not None:
+            self._save()
+        self._engine.wait_for_checkpoint()
+
+    def _save(self) -> None:
+        if self._saved_step != self._engine.global_steps:
+            self._engine.save_checkpoint(self._settings.save_dir)
+            self._saved_step = self._engine.global_steps
+
+    def _source(self) -> str | None:
+        """What to load; rank 0 looks, so that all ranks decide alike."""
+        settings = self._settings
+        if settings.resume != "auto":
+            return settings.resume
+        if settings.save_dir is None:
+            return None
+        found = [has_checkpoint(Path(settings.save_dir))]
+        torch_dist.broadcast_object_list(found, src=0)
+        return settings.save_dir if found[0] else None

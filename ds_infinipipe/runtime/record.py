@@ -1,0 +1,52 @@
+"""A step on disk, plan and batch, so that it can be run again alone."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from ds_infinipipe.errors import DataError, InfiniPipeError
+from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
+
+__all__ = ["load_step", "save_step"]
+
+
+def save_step(folder: str | Path, name: str, plan: Plan, batch: StepBatch) -> Path:
+    """Write `<name>.json` (the plan) and `<name>.npz` (ids and shifted labels); returns the first.
+
+    `batch` is what the plan was made for: with replicas, one replica's share.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {f"ids_{i}": ids for i, ids in enumerate(batch.ids)}
+    arrays.update({f"labels_{i}": labels for i, labels in enumerate(batch.labels)})
+    np.savez_compressed(folder / f"{name}.npz", **arrays)
+    path = folder / f"{name}.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    return path
+
+
+def load_step(path: str | Path) -> tuple[Plan, StepBatch]:
+    """Read what `save_step` wrote, by the path of the plan.
+
+    Raises DataError where plan and batch do not belong together or a file is missing.
+    """
+    path = Path(path)
+    arrays_path = path.with_suffix(".npz")
+    for file in (path, arrays_path):
+        if not file.is_file():
+            raise DataError(f"{file} does not exist; a recorded step is a .json and a .npz file")
+    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    try:
+        with np.load(arrays_path) as arrays:
+            ids = tuple(arrays[f"ids_{i}"] for i in range(len(plan.lengths)))
+            labels = tuple(arrays[f"labels_{i}"] for i in range(len(plan.lengths)))
+    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{arrays_path} is damaged or of another step: {error}") from error
+    batch = StepBatch(ids, labels, sum(int((row != IGNORE_INDEX).sum()) for row in labels), 0)
+    if batch.lengths != plan.lengths:
+        raise InfiniPipeError(f"{arrays_path} has other sequence lengths than the plan {path}")
+    return plan, batch

@@ -1,0 +1,55 @@
+"""Run one recorded step alone, for timing it or for finding out what went wrong."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.initialize import initialize
+from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.runtime.record import load_step
+from ds_infinipipe.runtime.train import start_logging
+
+__all__ = ["replay"]
+
+logger = logging.getLogger("ds_infinipipe.replay")
+
+
+def replay(config: dict[str, Any], path: str, times: int = 1) -> list[float]:
+    """Execute the recorded plan `times` times on freshly built weights; returns the losses.
+
+    Runs on every rank a launcher started, in the layout the plan was made for. Raises ConfigError
+    where the configuration's model or layout is another one.
+    """
+    start_logging(config)
+    model = InfiniPipeModule(config)
+    with raise_together("replaying"):
+        plan, batch = load_step(path)
+        mine = model.layout
+        if (plan.layout.pp, plan.layout.sp, plan.layout.stage_layers) != (
+            mine.pp,
+            mine.sp,
+            mine.stage_layers,
+        ):
+            raise ConfigError(
+                f"{path} was planned for pp {plan.layout.pp}, sp {plan.layout.sp} and layers "
+                f"{plan.layout.stage_layers}, but this run has pp {mine.pp}, sp {mine.sp} and "
+                f"{mine.stage_layers}: start it in the plan's layout"
+            )
+        if plan.model != model.spec:
+            raise ConfigError(
+                f"{path} was planned for {plan.model}, but the configuration's model is "
+                f"{model.spec}: use the configuration of the recorded run"
+            )
+    engine = initialize(model=model, config=config)[0]
+    losses = []
+    try:
+        for _ in range(times):
+            losses.append(float(engine.train_plan(plan, batch)))
+            assert engine.report is not None
+            logger.info("%s", engine.report.line())
+    finally:
+        engine.close()
+    return losses

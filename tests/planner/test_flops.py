@@ -1,0 +1,39 @@
+"""Operations counted from slices equal a brute-force count and do not depend on the slicing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ds_infinipipe.planner.flops import attended_pairs, step_flops
+from ds_infinipipe.planner.random_plans import random_plan
+from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, ModelSpec, make_layout
+from ds_infinipipe.planner.types import Chunk, Slice
+
+_MODEL = ModelSpec("tiny", 4, 32, 48, 4, 2, 8, 97, dtype_bytes=4, fused_kernels=False)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 5), (7, 3), (7, 1)])
+def test_attended_pairs_are_counted_key_by_key(start: int, length: int) -> None:
+    chunk = Chunk((Slice(0, start, length, True), Slice(1, 0, 4, True)))
+    wanted = sum(t + 1 for t in range(start, start + length)) + 1 + 2 + 3 + 4
+    assert attended_pairs(chunk) == wanted
+
+
+def test_model_flops_are_those_of_the_batch_however_it_is_cut() -> None:
+    lengths = (37, 20, 9, 2)
+    linear = 3 * 2 * sum(lengths) * (4 * _MODEL.layer_params + 97 * 32)
+    attention = 3 * 4 * 4 * 32 * sum(n * (n + 1) // 2 for n in lengths)
+    for seed in range(5):
+        plan = random_plan(
+            lengths,
+            np.random.default_rng(seed),
+            model=_MODEL,
+            cluster=BUILTIN_CLUSTERS["cpu-local"],
+            layout=make_layout(_MODEL, 2, 2),
+        )
+        flops = step_flops(plan)
+        assert flops.model == linear + attention
+        recomputed = sum(sum(row) for p in plan.pipelines for row in p.recompute)
+        assert (flops.recompute > 0) == (recomputed > 0)
+        assert flops.recompute <= flops.model / 3
