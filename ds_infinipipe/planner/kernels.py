@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 __all__ = [
     "binding_rows",
     "build_operations",
+    "compiled",
     "peak_bytes",
     "scan_moments",
     "simulate_operations",
@@ -33,7 +34,7 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 
 
-def _compiled(signature: str) -> Callable[[_Kernel], _Kernel]:
+def compiled(signature: str) -> Callable[[_Kernel], _Kernel]:
     """Compile for one signature; the machine code is cached beside this file or in numba's folder.
 
     Whatever is wrong with the cache (no folder to write, a full disk, a damaged entry) costs a
@@ -52,7 +53,10 @@ def _compiled(signature: str) -> Callable[[_Kernel], _Kernel]:
     return compile_kernel
 
 
-@_compiled("(int64[::1], int64[::1], int64[:,::1])")
+_compiled = compiled
+
+
+@compiled("(int64[::1], int64[::1], int64[:,::1])")
 def build_operations(
     forward: IntArray, backward: IntArray, windows: IntArray
 ) -> tuple[IntArray, int, int]:
@@ -80,7 +84,7 @@ def build_operations(
     return operations, -1, -1
 
 
-@_compiled("(int64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1], float64[::1])")
+@compiled("(int64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1], float64[::1])")
 def simulate_operations(
     operations: IntArray,
     forward_s: FloatArray,
@@ -138,7 +142,7 @@ def simulate_operations(
 _MEMORY = "int64[:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[::1], "
 
 
-@_compiled(f"({_MEMORY} int64[:,:,:,::1], int64[:,::1])")
+@compiled(f"({_MEMORY} int64[:,:,:,::1], int64[::1], int64[:,::1])")
 def peak_bytes(
     operations: IntArray,
     static: IntArray,
@@ -147,13 +151,14 @@ def peak_bytes(
     released: IntArray,
     saving: IntArray,
     transients: IntArray,
+    layers: IntArray,
     counts: IntArray,
 ) -> IntArray:
     """Peaks [p] when stage p recomputes counts[p, k] layers of chunk k (Eq. 8).
 
     With nothing recomputed F(k) adds entered[p, k], B(k) adds gradient[p, k] at its start and
     removes released[p, k] at its end; each recomputed layer keeps saving[k] less. `transients` are
-    [F or B, without or with recompute, p, n].
+    [F or B, none or some or all layers recomputed, p, n], `layers` [p].
     """
     stages, length = operations.shape
     peaks = static.copy()
@@ -166,15 +171,15 @@ def peak_bytes(
             count = counts[stage, chunk]
             saved = count * saving[chunk]
             current += gradient[stage, chunk] if is_backward else entered[stage, chunk] - saved
-            transient = transients[is_backward, 1 if count > 0 else 0, stage, chunk]
-            peak = max(peak, current + transient)
+            extent = 0 if count == 0 else 1 if count < layers[stage] else 2
+            peak = max(peak, current + transients[is_backward, extent, stage, chunk])
             if is_backward:
                 current -= released[stage, chunk] - saved
         peaks[stage] += peak
     return peaks
 
 
-@_compiled(f"({_MEMORY} int64[:,:,:,::1])")
+@compiled(f"({_MEMORY} int64[:,:,:,::1])")
 def scan_moments(
     operations: IntArray,
     static: IntArray,
@@ -184,7 +189,11 @@ def scan_moments(
     saving: IntArray,
     transients: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Base, plain and charged transient, and live saving [p, m], as rows.StageMoments has them."""
+    """Base, plain and charged transient, and live saving [p, m], as rows.StageMoments has them.
+
+    Plain is the larger of a chunk's transients with none and with some layers recomputed, charged
+    also counts all of them recomputed.
+    """
     stages, length = operations.shape
     base = np.empty((stages, length), dtype=np.int64)
     plain, charged, live_saving = np.empty_like(base), np.empty_like(base), np.empty_like(base)
@@ -201,15 +210,16 @@ def scan_moments(
                 live += saving[chunk]
             base[stage, at] = current
             live_saving[stage, at] = live
-            plain[stage, at] = transients[is_backward, 0, stage, chunk]
-            charged[stage, at] = transients[is_backward, 1, stage, chunk]
+            none, some, every = transients[is_backward, :, stage, chunk]
+            plain[stage, at] = max(none, some)
+            charged[stage, at] = max(none, some, every)
             if is_backward:
                 current -= released[stage, chunk]
                 live -= saving[chunk]
     return base, plain, charged, live_saving
 
 
-@_compiled("(int64[::1], int64[::1], int64[::1], int64[::1])")
+@compiled("(int64[::1], int64[::1], int64[::1], int64[::1])")
 def binding_rows(
     operations: IntArray, keeps: IntArray, need: IntArray, saving: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.rows import StageMoments, measure_chunks
-from ds_infinipipe.planner.schedule_arrays import ScheduleArrays, load_kernels
+from ds_infinipipe.planner.rows import StageMoments, sequence_bytes
+from ds_infinipipe.planner.schedule_arrays import ScheduleArrays, check_shape, load_kernels
 from ds_infinipipe.planner.types import Chunk
 
-__all__ = ["MemoryArrays", "StageRows", "measure_memory"]
+__all__ = ["MemoryArrays", "StageRows"]
 
 IntArray: TypeAlias = NDArray[np.int64]
 
@@ -27,8 +29,8 @@ IntArray: TypeAlias = NDArray[np.int64]
 class StageRows:
     """Rows `sum over row's chunks of saving[chunk] * c(chunk) >= need` of one stage.
 
-    Compressed: row i has chunks[offsets[i] : offsets[i + 1]]. Chunks that appear in no row need no
-    recomputation on the stage.
+    Compressed: row i has chunks[offsets[i] : offsets[i + 1]], in forward order. Chunks in no row
+    need no recomputation on the stage.
     """
 
     need: IntArray
@@ -36,34 +38,74 @@ class StageRows:
     chunks: IntArray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class _MeasuredChunk(Chunk):
+    """A chunk with its sums at hand: the memory model asks for them many times."""
+
+    tokens: int = 0
+    padded_tokens: int = 0
+    keeps_kv: bool = False
+    context_len: int = 0
+    split_tokens: int = 0
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> _MeasuredChunk:
+        tokens = chunk.tokens
+        return cls(
+            chunk.slices,
+            chunk.padding,
+            tokens,
+            tokens + chunk.padding,
+            chunk.keeps_kv,
+            chunk.context_len,
+            chunk.split_tokens,
+        )
+
+
 class MemoryArrays:
-    """Bytes of the chunks of one candidate on every stage; converted once, scanned often.
+    """Bytes of one candidate's chunks on every stage; asked for once, scanned often.
 
     With nothing recomputed F(k) adds entered[p, k], B(k) adds gradient[p, k] at its start and
-    removes released[p, k] at its end; a recomputed layer keeps saving[k] less. `transients` are
-    [F or B, without or with recompute, pp, chunks], `layers` and `static` [pp].
+    removes released[p, k] at its end; a recomputed layer keeps saving[k] less. `layers` and
+    `static` are [pp].
     """
 
-    layers: IntArray
-    static: IntArray
-    entered: IntArray
-    gradient: IntArray
-    released: IntArray
-    saving: IntArray
-    transients: IntArray
+    def __init__(self, memory: MemoryModel, chunks: Sequence[Chunk]) -> None:
+        self._memory = memory
+        self._chunks = tuple(_MeasuredChunk.of(chunk) for chunk in chunks)
+        self.layers = np.array(memory.layout.stage_layers, dtype=np.int64)
+        self.static = np.array(memory.static_bytes, dtype=np.int64)
+        per_stage = self.layers[:, None]
+        saved = np.array([memory.saved_bytes(c) for c in self._chunks], dtype=np.int64)
+        inputs = np.array([memory.input_bytes(c) for c in self._chunks], dtype=np.int64)
+        output = np.array([memory.output_bytes(c) for c in self._chunks], dtype=np.int64)
+        opened, gradient, closed = sequence_bytes(memory, self._chunks)
+        kept = per_stage * saved + output
+        self.saving: IntArray = saved - inputs
+        self.entered: IntArray = kept + per_stage * opened
+        self.gradient: IntArray = per_stage * gradient
+        self.released: IntArray = kept + per_stage * closed
 
     def peaks(self, schedule: ScheduleArrays, counts: IntArray | None = None) -> IntArray:
-        """Peak bytes of every stage, model states included."""
+        """Peak bytes of every stage, model states included; [pp].
+
+        Raises ScheduleError where the schedule or the counts do not belong to these chunks.
+        """
+        self._check(schedule)
         if counts is None:
-            counts = np.zeros(self.entered.shape, dtype=np.int64)
-        counts = np.ascontiguousarray(counts, dtype=np.int64)
-        peaks: IntArray = load_kernels().peak_bytes(schedule.operations, *self._arrays(), counts)
+            counts, transients = np.zeros(self.entered.shape, dtype=np.int64), self._plain
+        else:
+            counts, transients = np.ascontiguousarray(counts, dtype=np.int64), self.transients
+        check_shape("recompute counts", counts, self.entered.shape)
+        peaks: IntArray = load_kernels().peak_bytes(
+            schedule.operations, *self._amounts, transients, self.layers, counts
+        )
         return peaks
 
     def moments(self, schedule: ScheduleArrays) -> tuple[StageMoments, ...]:
         """Live bytes and what recomputing can save at every operation of every stage."""
-        figures = load_kernels().scan_moments(schedule.operations, *self._arrays())
+        self._check(schedule)
+        figures = load_kernels().scan_moments(schedule.operations, *self._amounts, self.transients)
         is_backward = schedule.operations < 0
         chunk = np.where(is_backward, -schedule.operations - 1, schedule.operations)
         return tuple(
@@ -77,55 +119,57 @@ class MemoryArrays:
         """Rows that can bind, by stage; None when a stage does not fit with all recomputed.
 
         Counts that keep all rows fit. Some that do not may fit too: a row charges the transient of
-        a recomputed layer even where the chunk at work recomputes none.
+        recomputed layers even where the chunk at work recomputes none.
         """
         parts = []
         for moments, operations in zip(self.moments(schedule), schedule.operations, strict=True):
-            rows = self._stage_rows(moments, operations, limit_bytes)
-            if rows is None:
+            selected = moments.binding(limit_bytes, self.saving)
+            if selected is None:
                 return None
-            parts.append(rows)
+            need, keeps = selected
+            rows = load_kernels().binding_rows(
+                operations, keeps.astype(np.int64), need, self.saving
+            )
+            parts.append(StageRows(*rows))
         return tuple(parts)
 
-    def _stage_rows(
-        self, moments: StageMoments, operations: IntArray, limit_bytes: int
-    ) -> StageRows | None:
-        selected = moments.binding(limit_bytes, self.saving)
-        if selected is None:
-            return None
-        need, keeps = selected
-        return StageRows(
-            *load_kernels().binding_rows(operations, keeps.astype(np.int64), need, self.saving)
-        )
+    @cached_property
+    def transients(self) -> IntArray:
+        """[F or B, none or some or all layers recomputed, pp, chunks]."""
+        return np.concatenate([self._plain, self._transients((1, None))], axis=1)
 
-    def _arrays(self) -> tuple[IntArray, ...]:
-        return (
-            self.static,
-            self.entered,
-            self.gradient,
-            self.released,
-            self.saving,
-            self.transients,
-        )
+    @cached_property
+    def _plain(self) -> IntArray:
+        return self._transients((0,))
 
+    @cached_property
+    def _amounts(self) -> tuple[IntArray, ...]:
+        return self.static, self.entered, self.gradient, self.released, self.saving
 
-def measure_memory(memory: MemoryModel, chunks: Sequence[Chunk]) -> MemoryArrays:
-    """Ask the memory model for every chunk once."""
-    figures = measure_chunks(memory, memory.layout, chunks)
-    layers = np.array(memory.layout.stage_layers, dtype=np.int64)
-    per_stage = layers[:, None]
-    kept = per_stage * figures.saved + figures.output
-    return MemoryArrays(
-        layers=layers,
-        static=np.array(memory.static_bytes, dtype=np.int64),
-        entered=kept + per_stage * figures.opened,
-        gradient=per_stage * figures.gradient,
-        released=kept + per_stage * figures.closed,
-        saving=figures.saving,
-        transients=np.array(
-            [
-                [figures.forward_plain, figures.forward_recompute],
-                [figures.backward_plain, figures.backward_recompute],
-            ]
-        ),
-    )
+    def _transients(self, counts: tuple[int | None, ...]) -> IntArray:
+        """Transients [F or B, count, pp, chunks] for these counts, None being all layers.
+
+        Stages of equal layers that are both first, last or inner ones are asked for once.
+        """
+        layers, pp = self._memory.layout.stage_layers, self._memory.layout.pp
+        kinds = [(layers[p], p == 0, p == pp - 1) for p in range(pp)]
+        methods = (self._memory.forward_transient, self._memory.backward_transient)
+        result = np.empty((2, len(counts), pp, len(self._chunks)), dtype=np.int64)
+        for stage, kind in enumerate(kinds):
+            known = kinds.index(kind)
+            if known < stage:
+                result[:, :, stage] = result[:, :, known]
+                continue
+            for op, method in enumerate(methods):
+                for index, count in enumerate(counts):
+                    amount = layers[stage] if count is None else count
+                    result[op, index, stage] = [method(stage, c, amount) for c in self._chunks]
+        return result
+
+    def _check(self, schedule: ScheduleArrays) -> None:
+        pp, num_chunks = self.entered.shape
+        if schedule.pp != pp or schedule.num_ids > num_chunks:
+            raise ScheduleError(
+                f"the operations are those of {schedule.pp} stages and at least "
+                f"{schedule.num_ids} chunks, the bytes those of {pp} and {num_chunks}"
+            )

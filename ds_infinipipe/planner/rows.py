@@ -37,6 +37,7 @@ __all__ = [
     "measure_chunks",
     "pipeline_memory",
     "recompute_counts",
+    "sequence_bytes",
 ]
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -67,7 +68,7 @@ def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk])
     """Ask the memory model once for everything the rows of any grouping need."""
     saved = _per_chunk([memory.saved_bytes(c) for c in chunks])
     recomputed = _per_chunk([memory.input_bytes(c) for c in chunks])
-    opened, gradient, closed = _sequence_bytes(memory, chunks)
+    opened, gradient, closed = sequence_bytes(memory, chunks)
     stages = range(layout.pp)
     transients = [
         _per_chunk([[method(p, c, layers) for c in chunks] for p in stages])
@@ -89,7 +90,7 @@ def _per_chunk(values: Sequence[int] | Sequence[Sequence[int]]) -> IntArray:
     return np.asarray(values, dtype=np.int64)
 
 
-def _sequence_bytes(
+def sequence_bytes(
     memory: MemoryModel, chunks: Sequence[Chunk]
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Per layer: arenas opened at first slices, dK/dV at tails, both closed at first slices."""

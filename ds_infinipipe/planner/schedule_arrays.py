@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ __all__ = [
     "ScheduleArrays",
     "SimulatedSchedule",
     "build_schedule",
+    "check_shape",
     "join_schedules",
     "load_kernels",
     "shrinking_schedule",
@@ -59,6 +61,11 @@ class ScheduleArrays:
     def pp(self) -> int:
         return int(self.operations.shape[0])
 
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest chunk id."""
+        return int(self.forward.max(initial=-1)) + 1
+
     def as_operations(self) -> tuple[tuple[tuple[Op, int], ...], ...]:
         """The lists that `lower_plan` takes."""
         return tuple(
@@ -72,10 +79,12 @@ def build_schedule(
 ) -> ScheduleArrays:
     """`stage_operations` of all stages; windows[stage][j] chunks in flight before backward j.
 
-    Raises ScheduleError when a backward would precede its forward.
+    Raises ScheduleError when the orders are not of the same chunks or a backward would precede its
+    forward.
     """
     orders = np.array(forward, dtype=np.int64), np.array(backward, dtype=np.int64)
     sizes = np.array(windows, dtype=np.int64)
+    _check_orders(*orders, sizes)
     operations, stage, position = load_kernels().build_operations(*orders, sizes)
     if stage >= 0:
         chunk = backward[position]
@@ -84,6 +93,18 @@ def build_schedule(
             f"F{chunk}: the window must hold every slice of a sequence"
         )
     return ScheduleArrays(operations, *orders)
+
+
+def _check_orders(forward: IntArray, backward: IntArray, windows: IntArray) -> None:
+    ids = np.sort(forward)
+    if not np.array_equal(ids, np.sort(backward)):
+        raise ScheduleError("the forward and the backward order must name the same chunks")
+    if (ids < 0).any() or (ids[1:] == ids[:-1]).any():
+        raise ScheduleError("an order names each chunk once, by an id of at least 0")
+    if windows.ndim != 2 or windows.shape[1] != ids.size:
+        raise ScheduleError(
+            f"windows of shape {windows.shape} do not fit {ids.size} chunks: give [pp, {ids.size}]"
+        )
 
 
 def static_schedule(
@@ -147,9 +168,21 @@ def simulate_schedule(
 ) -> SimulatedSchedule:
     """Timeline of one step in which stage p recomputes counts[p, k] layers of chunk k (none).
 
-    `counts` are [pp, chunks], by chunk id. Raises ScheduleError where the operations deadlock.
+    `counts` are [pp, chunks], by chunk id. Raises ScheduleError where the operations deadlock, or
+    where costs or counts have other shapes.
     """
-    layers = np.zeros(costs.forward_s.shape, dtype=np.int64) if counts is None else counts
+    shape = (schedule.pp, costs.p2p_s.size)
+    layers = np.zeros(shape, dtype=np.int64) if counts is None else counts
+    if schedule.num_ids > shape[1]:
+        raise ScheduleError(
+            f"the operations name chunk {schedule.num_ids - 1}, but there are times of {shape[1]}"
+        )
+    for name, values in (
+        ("forward times", costs.forward_s),
+        ("backward times", costs.backward_s),
+        ("recompute counts", layers),
+    ):
+        check_shape(name, values, shape)
     start_s, end_s, busy_s, done = load_kernels().simulate_operations(
         schedule.operations,
         np.ascontiguousarray(costs.forward_s, dtype=np.float64),
@@ -161,6 +194,12 @@ def simulate_schedule(
         raise ScheduleError(_describe_deadlock(schedule, done))
     makespan_s = float(end_s[:, -1].max()) if end_s.size else 0.0
     return SimulatedSchedule(schedule, start_s, end_s, busy_s, makespan_s)
+
+
+def check_shape(name: str, values: NDArray[Any], shape: tuple[int, int]) -> None:
+    """Raise ScheduleError unless `values` have the shape: the kernels do not check bounds."""
+    if values.shape != shape:
+        raise ScheduleError(f"{name} have shape {values.shape}, [pp, chunks] is {shape}")
 
 
 def _describe_deadlock(schedule: ScheduleArrays, done: IntArray) -> str:

@@ -1,0 +1,406 @@
+"""Compiled schedules and memory scans against the readable ones, up to 16 stages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from handmade import packed, tiny_model, with_prediction
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.costs import ChunkCosts
+from ds_infinipipe.planner.lower import lower_plan
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
+from ds_infinipipe.planner.order import (
+    backward_order,
+    count_slices,
+    forward_order,
+    shrinking_windows,
+    slices_by_position,
+    stage_operations,
+    static_windows,
+)
+from ds_infinipipe.planner.schedule_arrays import (
+    ScheduleArrays,
+    build_schedule,
+    join_schedules,
+    shrinking_schedule,
+    simulate_schedule,
+    static_schedule,
+)
+from ds_infinipipe.planner.simulate import simulate
+from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, Layout, ModelSpec, make_layout
+from ds_infinipipe.planner.types import (
+    Chunk,
+    Op,
+    PipelinePlan,
+    Plan,
+    Prediction,
+    Slice,
+    SolverStats,
+)
+from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
+
+PACKAGE = Path(__file__).resolve().parents[2] / "ds_infinipipe"
+SCHEDULES = (static_schedule, shrinking_schedule)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chunks of a batch, some with shorts beside a slice, and where they run."""
+
+    lengths: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    model: ModelSpec
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.pp, len(self.chunks)
+
+    def random_counts(self, seed: int) -> np.ndarray:
+        """Recomputed layers [pp, chunks]; a third of them none, a third all."""
+        rng = np.random.default_rng(seed)
+        layers = np.array(self.layout.stage_layers)[:, None]
+        free = rng.integers(0, layers + 1, self.shape)
+        extent = rng.integers(0, 3, self.shape)
+        return np.where(extent == 0, 0, np.where(extent == 1, layers, free))
+
+    def random_costs(self, seed: int) -> ChunkCosts:
+        rng = np.random.default_rng(seed)
+        n = len(self.chunks)
+        return ChunkCosts(
+            rng.uniform(0.1, 2.0, self.shape),
+            rng.uniform(0.1, 4.0, self.shape),
+            rng.uniform(0.0, 1.0, n),
+            rng.uniform(0.0, 0.5, n),
+        )
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_pp: int = 16, max_sequences: int = 8) -> Batch:
+    pp, sp = draw(st.integers(1, max_pp)), draw(st.sampled_from([1, 2]))
+    lengths: list[int] = []
+    chunks: list[Chunk] = []
+    for _ in range(draw(st.integers(1, max_sequences))):
+        pieces = [2 * n for n in draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))]
+        pieces[-1] -= draw(st.integers(0, 1))
+        sequence = len(lengths)
+        lengths.append(sum(pieces))
+        for index, piece in enumerate(pieces):
+            start = sum(pieces[:index])
+            slices = [Slice(sequence, start, piece, index == len(pieces) - 1)]
+            if draw(st.booleans()):
+                slices.append(Slice(len(lengths), 0, draw(st.integers(1, 9)), True))
+                lengths.append(slices[-1].length)
+            chunks.append(packed(sp, *slices))
+    model = tiny_model(pp * draw(st.integers(1, 3)))
+    order = draw(st.permutations(range(len(chunks))))
+    shuffled = tuple(chunks[i] for i in order)
+    return Batch(tuple(lengths), shuffled, model, make_layout(model, pp, sp))
+
+
+def orders_of(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    forward = forward_order(chunks, range(len(chunks)))
+    return forward, backward_order(chunks, forward)
+
+
+def plan_of(batch: Batch, schedules: Sequence[ScheduleArrays], counts: np.ndarray) -> Plan:
+    """A plan that runs these pipelines one after the other, with what it predicts filled in."""
+    pipelines = tuple(
+        PipelinePlan(
+            tuple(s.forward.tolist()),
+            tuple(s.backward.tolist()),
+            tuple(tuple(row) for row in counts[:, s.forward].tolist()),
+            count_slices(batch.chunks, s.forward.tolist()),
+        )
+        for s in schedules
+    )
+    operations = join_schedules(schedules).as_operations()
+    plan = Plan(
+        model=batch.model,
+        cluster=BUILTIN_CLUSTERS["cpu-local"],
+        layout=batch.layout,
+        lengths=batch.lengths,
+        alignment=1,
+        memory_limit_bytes=0,
+        chunks=batch.chunks,
+        pipelines=pipelines,
+        streams=lower_plan(pipelines, batch.chunks, batch.layout, operations),
+        predicted=Prediction(0.0, 0.0, (0,) * batch.layout.pp),
+        solver=SolverStats("test", 1, "feasible", 0.0, 0.0),
+    )
+    return with_prediction(plan)
+
+
+@given(batch=batches(), extra=st.integers(0, 2))
+@settings(deadline=None)
+def test_operations_are_those_of_the_readable_loop(batch: Batch, extra: int) -> None:
+    forward, backward = orders_of(batch.chunks)
+    pp, n = batch.shape
+    both = (
+        (static_schedule, static_windows(pp, n, count_slices(batch.chunks, forward), extra)),
+        (
+            shrinking_schedule,
+            shrinking_windows(pp, slices_by_position(batch.chunks, backward), extra),
+        ),
+    )
+    for make, windows in both:
+        operations = make(batch.chunks, pp, extra=extra).as_operations()
+        for stage in range(pp):
+            assert operations[stage] == stage_operations(forward, backward, windows[stage])
+
+
+def test_shrinking_windows_follow_the_sequences_still_to_come() -> None:
+    # sequences of 3 and 2 slices, then two batched chunks
+    assert shrinking_windows(3, (3, 3, 3, 2, 2, 1, 1)) == (
+        (5, 5, 5, 4, 4, 3, 3),
+        (4, 4, 4, 3, 3, 2, 2),
+        (3, 3, 3, 2, 2, 1, 1),
+    )
+    assert shrinking_windows(1, (1, 2, 2, 1), extra=1) == ((3, 3, 3, 2),)
+
+
+def test_a_shrinking_window_by_hand() -> None:
+    chunks = [
+        packed(1, Slice(0, 0, 4, False)),
+        packed(1, Slice(0, 4, 4, True)),
+        *(packed(1, Slice(i, 0, 5 - i, True)) for i in (1, 2, 3)),
+    ]
+    shrinking, static = shrinking_schedule(chunks, 1), static_schedule(chunks, 1)
+    # B of the slices with two chunks ahead, of the others with one
+    assert shrinking.operations.tolist() == [[0, 1, -2, 2, -1, -3, 3, -4, 4, -5]]
+    assert static.operations.tolist() == [[0, 1, -2, 2, -1, 3, -3, 4, -4, -5]]
+
+
+@given(batch=batches(), seed=seeds, cut=st.floats(0.0, 1.0))
+@settings(deadline=None)
+def test_simulation_equals_the_walk_over_lowered_streams(
+    batch: Batch, seed: int, cut: float
+) -> None:
+    costs, counts = batch.random_costs(seed), batch.random_counts(seed)
+    forward, _ = orders_of(batch.chunks)
+    heads = [i for i, c in enumerate(forward) if batch.chunks[c].context_len == 0]
+    border = heads[int(cut * (len(heads) - 1))]
+    for make in SCHEDULES:
+        groups = [group for group in (forward[:border], forward[border:]) if group]
+        parts = [make(batch.chunks, batch.layout.pp, group) for group in groups]
+        plan = plan_of(batch, parts, counts)
+        expected = simulate(
+            plan.streams,
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s,
+            recompute_s=costs.recompute_s,
+            p2p_s=costs.p2p_s,
+        )
+        simulated = simulate_schedule(join_schedules(parts), costs, counts)
+        assert simulated.makespan_s == expected.makespan_s
+        assert simulated.timeline().spans == expected.spans
+        assert simulated.timeline().busy_s == pytest.approx(expected.busy_s, rel=1e-12)
+        assert simulated.bubble_ratio == pytest.approx(expected.bubble_ratio, abs=1e-12)
+
+
+def test_simulation_without_counts_recomputes_nothing() -> None:
+    chunks = [packed(1, Slice(i, 0, 4, True)) for i in range(4)]
+    unit = ChunkCosts(np.ones((2, 4)), np.full((2, 4), 2.0), np.ones(4), np.zeros(4))
+    schedule = static_schedule(chunks, 2)
+    assert simulate_schedule(schedule, unit).makespan_s == (4 + 2 - 1) * 3.0
+    counts = np.zeros((2, 4), dtype=np.int64)
+    counts[1, 2] = 3
+    assert simulate_schedule(schedule, unit, counts).makespan_s == 15.0 + 3.0
+
+
+@given(batch=batches(), seed=seeds)
+@settings(deadline=None)
+def test_peaks_equal_the_memory_model_and_the_verifiers_walk(batch: Batch, seed: int) -> None:
+    memory = MemoryModel(batch.model, batch.layout)
+    arrays = MemoryArrays(memory, batch.chunks)
+    for counts in (batch.random_counts(seed), np.zeros(batch.shape, dtype=np.int64)):
+        for make in SCHEDULES:
+            schedule = make(batch.chunks, batch.layout.pp)
+            peaks = arrays.peaks(schedule, counts).tolist()
+            assert peaks == [
+                memory.peak_bytes(stage, operations, batch.chunks, counts[stage])
+                for stage, operations in enumerate(schedule.as_operations())
+            ]
+            assert peaks == list(peak_bytes_by_stage(plan_of(batch, [schedule], counts)))
+            if not counts.any():
+                assert peaks == arrays.peaks(schedule).tolist()
+
+
+@given(batch=batches(), seed=seeds)
+@settings(deadline=None)
+def test_the_verifier_accepts_shrinking_windows(batch: Batch, seed: int) -> None:
+    schedule = shrinking_schedule(batch.chunks, batch.layout.pp)
+    verify_plan(plan_of(batch, [schedule], batch.random_counts(seed)))
+
+
+@given(batch=batches())
+@settings(deadline=None)
+def test_shrinking_windows_never_need_more_memory_than_static_ones(batch: Batch) -> None:
+    arrays = MemoryArrays(MemoryModel(batch.model, batch.layout), batch.chunks)
+    peaks = [arrays.peaks(make(batch.chunks, batch.layout.pp)) for make in SCHEDULES]
+    assert (peaks[1] <= peaks[0]).all()
+
+
+@given(batch=batches(), seed=seeds, share=st.floats(0.0, 1.0))
+@settings(deadline=None)
+def test_counts_that_keep_the_rows_fit(batch: Batch, seed: int, share: float) -> None:
+    arrays = MemoryArrays(MemoryModel(batch.model, batch.layout), batch.chunks)
+    schedule = shrinking_schedule(batch.chunks, batch.layout.pp)
+    counts, full = batch.random_counts(seed), arrays.layers[:, None] + 0 * arrays.entered
+    least, most = int(arrays.peaks(schedule, full).max()), int(arrays.peaks(schedule).max())
+    limit = round(least + share * (most - least))
+    rows = arrays.rows(schedule, limit)
+    assert rows is not None
+    for stage, part in enumerate(rows):
+        if holds(part, counts[stage], arrays.saving):
+            assert arrays.peaks(schedule, counts)[stage] <= limit
+    assert all(holds(part, full[p], arrays.saving) for p, part in enumerate(rows))
+    assert arrays.rows(schedule, least - 1) is None
+
+
+def holds(rows: StageRows, counts: np.ndarray, saving: np.ndarray) -> bool:
+    saved = np.concatenate([[0], np.cumsum((saving * counts)[rows.chunks])])
+    return bool((saved[rows.offsets[1:]] - saved[rows.offsets[:-1]] >= rows.need).all())
+
+
+@given(batch=batches(), share=st.floats(0.0, 1.0))
+@settings(deadline=None)
+def test_every_row_holds_the_chunks_between_their_forward_and_backward(
+    batch: Batch, share: float
+) -> None:
+    arrays = MemoryArrays(MemoryModel(batch.model, batch.layout), batch.chunks)
+    schedule = shrinking_schedule(batch.chunks, batch.layout.pp)
+    full = arrays.layers[:, None] + 0 * arrays.entered
+    least, most = int(arrays.peaks(schedule, full).max()), int(arrays.peaks(schedule).max())
+    limit = round(least + share * (most - least))
+    rows = arrays.rows(schedule, limit)
+    assert rows is not None
+    for part, moments, operations in zip(
+        rows, arrays.moments(schedule), schedule.as_operations(), strict=True
+    ):
+        selected = moments.binding(limit, arrays.saving)
+        assert selected is not None
+        need, keeps = selected
+        live: list[int] = []
+        expected = []
+        for moment, (op, chunk) in enumerate(operations):
+            if op is Op.FORWARD:
+                live.append(chunk)
+            assert moments.live_saving[moment] == sum(arrays.saving[live])
+            if keeps[moment]:
+                expected.append((int(need[moment]), tuple(live)))
+            if op is Op.BACKWARD:
+                live.remove(chunk)
+        found = [
+            (int(part.need[i]), tuple(part.chunks[part.offsets[i] : part.offsets[i + 1]].tolist()))
+            for i in range(part.need.size)
+        ]
+        assert found == expected
+
+
+def test_a_window_below_the_slices_of_a_sequence_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="stage 1: a window of 2 chunks reaches B2 before F2"):
+        build_schedule((0, 1, 2), (2, 1, 0), ((3, 3, 3), (2, 2, 2)))
+
+
+def test_a_first_stage_with_too_small_a_window_deadlocks() -> None:
+    """Stage 0 waits for B0 before F2, which stage 1 needs before it can send anything back."""
+    schedule = build_schedule((0, 1, 2), (2, 1, 0), ((3, 3, 3), (3, 3, 3)))
+    late = np.array([[0, 1, -2, 2, -3, -1], [0, 1, 2, -3, -2, -1]])
+    costs = ChunkCosts(np.ones((2, 3)), np.ones((2, 3)), np.zeros(3), np.zeros(3))
+    assert simulate_schedule(schedule, costs).makespan_s > 0
+    with pytest.raises(ScheduleError, match=r"deadlock with 2 stages stuck: stage 0 waits at B1"):
+        simulate_schedule(replace(schedule, operations=late), costs)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "windows", "message"),
+    [
+        ((0, 1), (1, 2), ((2, 2),), "must name the same chunks"),
+        ((0, 0), (0, 0), ((2, 2),), "names each chunk once"),
+        ((-1, 0), (0, -1), ((2, 2),), "an id of at least 0"),
+        ((0, 1), (0, 1), ((2, 2, 2),), r"windows of shape \(1, 3\) do not fit 2 chunks"),
+    ],
+)
+def test_orders_that_are_none_are_refused(
+    forward: tuple[int, ...],
+    backward: tuple[int, ...],
+    windows: tuple[tuple[int, ...], ...],
+    message: str,
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build_schedule(forward, backward, windows)
+
+
+def test_arrays_of_other_shapes_are_refused() -> None:
+    chunks = [packed(1, Slice(i, 0, 4, True)) for i in range(3)]
+    schedule = static_schedule(chunks, 2)
+    costs = ChunkCosts(np.ones((2, 3)), np.ones((2, 3)), np.zeros(3), np.zeros(3))
+    with pytest.raises(ScheduleError, match=r"backward times have shape \(2, 2\)"):
+        simulate_schedule(schedule, replace(costs, backward_s=np.ones((2, 2))))
+    with pytest.raises(ScheduleError, match="name chunk 2, but there are times of 2"):
+        simulate_schedule(schedule, replace(costs, p2p_s=np.zeros(2)))
+    with pytest.raises(ScheduleError, match="recompute counts have shape"):
+        simulate_schedule(schedule, costs, np.zeros((3, 3), dtype=np.int64))
+    model = tiny_model(2)
+    arrays = MemoryArrays(MemoryModel(model, make_layout(model, 2, 1)), chunks[:2])
+    with pytest.raises(ScheduleError, match="2 stages and at least 3 chunks"):
+        arrays.peaks(schedule)
+
+
+def run_python(code: str, root: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_numba_is_loaded_only_when_a_kernel_is_called() -> None:
+    code = (
+        "import sys, ds_infinipipe.planner.search, ds_infinipipe.planner.memory_arrays as m;"
+        "print('numba' in sys.modules);"
+        "import ds_infinipipe.planner.schedule_arrays as s; s.load_kernels();"
+        "print('numba' in sys.modules)"
+    )
+    assert run_python(code, PACKAGE.parent).split() == ["False", "True"]
+
+
+def test_kernels_compile_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    """No folder beside the source and none below home can be made: both paths are files."""
+    planner = tmp_path / "package" / "ds_infinipipe" / "planner"
+    planner.mkdir(parents=True)
+    (planner.parent / "__init__.py").touch()
+    (planner / "__init__.py").touch()
+    (planner / "kernels.py").write_text((PACKAGE / "planner" / "kernels.py").read_text())
+    (planner / "__pycache__").touch()
+    home = tmp_path / "home"
+    home.touch()
+    code = (
+        "import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(message)s');"
+        "logging.getLogger('ds_infinipipe').setLevel('DEBUG');"
+        "import numpy as np; from ds_infinipipe.planner import kernels;"
+        "order = np.arange(2); print(kernels.build_operations(order, order, np.ones((1, 2), int)))"
+    )
+    environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home), "NUMBA_CACHE_DIR": ""}
+    output = run_python(code, planner.parents[1], **environment).splitlines()
+    assert output[0].startswith("build_operations is compiled without a cache")
+    assert output[-1] == "(array([[ 0, -1,  1, -2]]), -1, -1)"
