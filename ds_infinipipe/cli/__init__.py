@@ -17,7 +17,7 @@ from ds_infinipipe.errors import InfiniPipeError
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
-_VERBS = ("train", "plan", "config", "sweep", "schema", "verify", "replay")
+_VERBS = ("train", "plan", "config", "sweep", "schema", "verify", "replay", "export-hf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_common(parser, top_level=True)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in _VERBS:
-        module = import_module(f"ds_infinipipe.cli.{name}")
+        module = import_module(f"ds_infinipipe.cli.{name.replace('-', '_')}")
         summary = str(module.__doc__).strip().splitlines()[0]
         verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         _add_common(verb, top_level=False)
