@@ -17,7 +17,18 @@ from ds_infinipipe.errors import InfiniPipeError
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
-_VERBS = ("train", "plan", "config", "sweep", "schema", "verify", "replay", "export-hf")
+_VERBS = (
+    "train",
+    "plan",
+    "compare",
+    "lengths",
+    "config",
+    "sweep",
+    "schema",
+    "verify",
+    "replay",
+    "export-hf",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

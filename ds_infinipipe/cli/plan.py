@@ -3,124 +3,81 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ds_infinipipe.cli.sources import LENGTHS_HELP, load_lengths
-from ds_infinipipe.config import InfiniPipeConfig
-from ds_infinipipe.data.lengths import fit_to_context
-from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import (
-    BUILTIN_CLUSTERS,
-    BUILTIN_MODELS,
-    load_cluster,
-    load_model,
-    make_layout,
+from ds_infinipipe.cli.question import (
+    Question,
+    add_question_arguments,
+    check_folder,
+    read_question,
+    write_text,
 )
+
+if TYPE_CHECKING:
+    from ds_infinipipe.planner.types import Plan
 
 __all__ = ["add_arguments", "run"]
 
-# option -> field of PlannerSettings
-_SETTINGS = {
-    "mode": "mode",
-    "memory_gib": "memory_limit_gib",
-    "max_slices": "max_slices",
-    "alignment": "alignment",
-    "solver": "solver",
-    "recompute": "recompute",
-    "loss_block_tokens": "loss_block_tokens",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", required=True, metavar="FILE", help=LENGTHS_HELP)
+    add_question_arguments(parser)
     parser.add_argument(
-        "--model",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"{', '.join(BUILTIN_MODELS)}, or a Hugging Face config.json",
+        "--json", metavar="OUT", help="write the plan there, of each replica where there are more"
     )
-    parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"{', '.join(BUILTIN_CLUSTERS)}, or a JSON file with its constants",
-    )
-    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
-    parser.add_argument("--sp", type=int, default=1, metavar="N", help="sequence-parallel ranks")
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="most tokens of a sequence; default: no limit"
-    )
-    parser.add_argument(
-        "--over-length",
-        choices=("error", "truncate", "split", "drop"),
-        default="error",
-        help="what happens to longer sequences (default error)",
-    )
-    parser.add_argument(
-        "--memory-gib", type=float, metavar="X", help="memory of a device; default: the cluster's"
-    )
-    parser.add_argument("--zero-stage", type=int, choices=(0, 3), default=3)
-    parser.add_argument("--mode", help="planning algorithm (default paper)")
-    parser.add_argument("--max-slices", type=_int_or_auto, metavar="N|auto")
-    parser.add_argument("--alignment", type=int, metavar="N", help="slice ends are multiples of it")
-    parser.add_argument("--solver", help="cpsat (default) or greedy")
-    parser.add_argument("--recompute", help="adaptive (default), none or full")
-    parser.add_argument("--loss-block-tokens", type=int, metavar="N")
-    parser.add_argument("--json", metavar="OUT", help="write the plan there")
-
-
-def _int_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = _settings(args)
-    if args.json is not None and not Path(args.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {args.json}: the folder does not exist")
-    if args.context is not None and args.context < 2:
-        raise ConfigError(f"--context {args.context}: a sequence needs at least 2 tokens")
-    model, cluster = load_model(args.model), load_cluster(args.cluster)
-    layout = make_layout(model, args.pp, args.sp)
-    if layout.world_size > cluster.num_devices:
-        raise ConfigError(
-            f"pp {args.pp} x sp {args.sp} = {layout.world_size} ranks, but cluster {cluster.name} "
-            f"has {cluster.num_devices} devices: lower pp or sp"
-        )
-    lengths = load_lengths(args.lengths, args.context)
-    if args.context is not None:
-        lengths, report = fit_to_context(lengths, args.context, args.over_length)
-        print(report)
-    from ds_infinipipe.planner.search import plan_batch
+    check_folder("--json", args.json)
+    question = read_question(args)
+    plans = _search(question) if question.layout is None else _plan(question)
     from ds_infinipipe.viz.tables import plan_summary
 
-    plan = plan_batch(
-        lengths.tolist(),
-        model=model,
-        cluster=cluster,
-        layout=layout,
-        settings=settings,
-        zero_stage=args.zero_stage,
-    )
-    print(plan_summary(plan))
+    slowest = max(plans, key=lambda plan: plan.predicted.step_time_s)
+    if len(plans) > 1:
+        print(f"slowest of {len(plans)} replicas, number {plans.index(slowest)}:")
+    print(plan_summary(slowest))
     if args.json is not None:
-        _write(Path(args.json), plan.to_json())
+        _write(Path(args.json), plans)
     return 0
 
 
-def _settings(args: argparse.Namespace) -> PlannerSettings:
-    given: dict[str, Any] = {
-        field: getattr(args, option)
-        for option, field in _SETTINGS.items()
-        if getattr(args, option) is not None
-    }
-    return InfiniPipeConfig.from_section({"planner": given}).planner
+def _plan(question: Question) -> Sequence[Plan]:
+    from ds_infinipipe.planner.layouts import plan_replicas
+
+    assert question.layout is not None
+    return tuple(
+        plan_replicas(
+            question.lengths,
+            model=question.model,
+            cluster=question.cluster,
+            layout=question.layout,
+            settings=question.settings,
+            zero_stage=question.zero_stage,
+        )
+    )
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
-    print(f"plan written to {path}")
+def _search(question: Question) -> Sequence[Plan]:
+    from ds_infinipipe.planner.layouts import search_layouts
+    from ds_infinipipe.viz.comparison import layout_table
+
+    search = search_layouts(
+        question.lengths,
+        model=question.model,
+        cluster=question.cluster,
+        settings=question.settings,
+        zero_stage=question.zero_stage,
+    )
+    print(layout_table(search))
+    print()
+    return search.best.plans
+
+
+def _write(path: Path, plans: Sequence[Plan]) -> None:
+    for replica, plan in enumerate(plans):
+        file = path
+        if len(plans) > 1:
+            file = path.with_name(f"{path.stem}.replica{replica}{path.suffix}")
+        write_text("--json", file, plan.to_json() + "\n", "plan")

@@ -26,6 +26,7 @@ __all__ = [
     "LayoutSearch",
     "LayoutStatus",
     "plan_replicas",
+    "possible_layouts",
     "search_layouts",
     "work_bound_s",
 ]
@@ -235,6 +236,17 @@ def _factorizations(devices: int) -> Iterator[tuple[int, int, int]]:
         for sp in divisors:
             if devices % (pp * sp) == 0:
                 yield pp, sp, devices // (pp * sp)
+
+
+def possible_layouts(model: ModelSpec, devices: int) -> tuple[Layout, ...]:
+    """Every layout of so many devices that the model's layers and heads allow."""
+    layouts = []
+    for degrees in _factorizations(devices):
+        try:
+            layouts.append(make_layout(model, *degrees))
+        except ConfigError:
+            continue
+    return tuple(layouts)
 
 
 def _name(degrees: tuple[int, int, int]) -> str:

@@ -1,0 +1,174 @@
+"""What `plan` and `compare` have in common: a batch, a model, a cluster, degrees and settings."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_infinipipe.cli.sources import LENGTHS_HELP, load_lengths
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.data.lengths import fit_to_context
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.clusters import CLUSTER_HELP
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import (
+    BUILTIN_MODELS,
+    ClusterSpec,
+    Layout,
+    ModelSpec,
+    load_cluster,
+    load_model,
+    make_layout,
+)
+
+__all__ = ["Question", "add_question_arguments", "check_folder", "read_question", "write_text"]
+
+# option -> field of PlannerSettings
+_SETTINGS = {
+    "mode": "mode",
+    "memory_gib": "memory_limit_gib",
+    "max_slices": "max_slices",
+    "alignment": "alignment",
+    "solver": "solver",
+    "recompute": "recompute",
+    "loss_block_tokens": "loss_block_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A batch and what to run it with; `layout` is None where all are to be tried."""
+
+    lengths: tuple[int, ...]
+    model: ModelSpec
+    cluster: ClusterSpec
+    layout: Layout | None
+    settings: PlannerSettings
+    zero_stage: int
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", required=True, metavar="FILE", help=LENGTHS_HELP)
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(BUILTIN_MODELS)}, or a Hugging Face config.json",
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{CLUSTER_HELP}, or a JSON file with its constants",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("fixed", "auto"),
+        default="fixed",
+        help="auto tries all pp x sp x dp of the cluster's devices",
+    )
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages")
+    parser.add_argument("--sp", type=int, metavar="N", help="sequence-parallel ranks")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel replicas (default 1)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="most tokens of a sequence; default: no limit"
+    )
+    parser.add_argument(
+        "--over-length",
+        choices=("error", "truncate", "split", "drop"),
+        default="error",
+        help="what happens to longer sequences (default error)",
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="X", help="memory of a device; default: the cluster's"
+    )
+    parser.add_argument("--zero-stage", type=int, choices=(0, 3), default=3)
+    default = PlannerSettings().mode
+    parser.add_argument("--mode", help=f"planning algorithm (default {default})")
+    parser.add_argument("--max-slices", type=_int_or_auto, metavar="N|auto")
+    parser.add_argument("--alignment", type=int, metavar="N", help="slice ends are multiples of it")
+    parser.add_argument("--solver", help="cpsat (default) or greedy")
+    parser.add_argument("--recompute", help="adaptive (default), none or full")
+    parser.add_argument("--loss-block-tokens", type=int, metavar="N")
+
+
+def _int_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def read_question(args: argparse.Namespace, *, has_default_layout: bool = False) -> Question:
+    """Check the options and load what they name; says on stdout what the context limit did.
+
+    Raises ConfigError or DataError for anything that cannot be. With `has_default_layout` a stage
+    per node is taken where no degrees are given, as in the paper.
+    """
+    settings = _settings(args)
+    if args.context is not None and args.context < 2:
+        raise ConfigError(f"--context {args.context}: a sequence needs at least 2 tokens")
+    model, cluster = load_model(args.model), load_cluster(args.cluster)
+    layout = _layout(args, model, cluster, has_default_layout)
+    lengths = load_lengths(args.lengths, args.context)
+    if args.context is not None:
+        lengths, report = fit_to_context(lengths, args.context, args.over_length)
+        print(report)
+    batch = tuple(int(length) for length in lengths.tolist())
+    return Question(batch, model, cluster, layout, settings, args.zero_stage)
+
+
+def _settings(args: argparse.Namespace) -> PlannerSettings:
+    given: dict[str, Any] = {
+        field: getattr(args, option)
+        for option, field in _SETTINGS.items()
+        if getattr(args, option) is not None
+    }
+    return InfiniPipeConfig.from_section({"planner": given}).planner
+
+
+def _layout(
+    args: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec, has_default: bool
+) -> Layout | None:
+    given = {name: getattr(args, name) for name in ("pp", "sp", "dp")}
+    if args.layout == "auto":
+        named = [f"--{name}" for name, value in given.items() if value is not None]
+        if named:
+            raise ConfigError(f"--layout auto chooses the degrees: leave out {' and '.join(named)}")
+        return None
+    if has_default and all(value is None for value in given.values()):
+        return _stage_per_node(model, cluster)
+    if args.pp is None:
+        raise ConfigError("give the pipeline stages with --pp N, or --layout auto")
+    degrees = [1 if value is None else value for value in given.values()]
+    layout = make_layout(model, *degrees)
+    if layout.world_size > cluster.num_devices:
+        product = f"pp {layout.pp} x sp {layout.sp}" + (f" x dp {layout.dp}" if args.dp else "")
+        raise ConfigError(
+            f"{product} = {layout.world_size} ranks, but cluster {cluster.name} has "
+            f"{cluster.num_devices} devices: lower pp or sp"
+        )
+    return layout
+
+
+def _stage_per_node(model: ModelSpec, cluster: ClusterSpec) -> Layout:
+    """Ulysses inside a node and stages across (V-A), replicas of it where layers run out."""
+    pp = math.gcd(cluster.num_nodes, 2 ** model.num_layers.bit_length())
+    while pp > model.num_layers:
+        pp //= 2
+    return make_layout(model, pp, cluster.devices_per_node, cluster.num_nodes // pp)
+
+
+def check_folder(option: str, path: str | None) -> None:
+    """ConfigError where the file's folder does not exist: found before the work, not after."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: the folder does not exist")
+
+
+def write_text(option: str, path: str | Path, text: str, what: str) -> None:
+    """Write a result and say so; ConfigError where that fails."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
+    print(f"{what} written to {path}")
