@@ -20,6 +20,7 @@ _PROGRAM = "infinipipe"
 _VERBS = (
     "train",
     "plan",
+    "show",
     "compare",
     "lengths",
     "config",

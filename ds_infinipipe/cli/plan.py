@@ -14,6 +14,7 @@ from ds_infinipipe.cli.question import (
     read_question,
     write_text,
 )
+from ds_infinipipe.cli.views import add_view_arguments, check_views, explanation, write_views
 
 if TYPE_CHECKING:
     from ds_infinipipe.planner.types import Plan
@@ -26,10 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="OUT", help="write the plan there, of each replica where there are more"
     )
+    add_view_arguments(parser)
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="also print what fills the memory, the recompute map, and what a GiB is worth",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
+    check_views(args)
     question = read_question(args)
     plans = _search(question) if question.layout is None else _plan(question)
     from ds_infinipipe.viz.tables import plan_summary
@@ -38,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if len(plans) > 1:
         print(f"slowest of {len(plans)} replicas, number {plans.index(slowest)}:")
     print(plan_summary(slowest))
+    if args.explain:
+        print(f"\n{explanation(slowest, question.settings)}")
+    write_views(args, slowest)
     if args.json is not None:
         _write(Path(args.json), plans)
     return 0

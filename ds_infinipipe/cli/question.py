@@ -33,6 +33,8 @@ _SETTINGS = {
     "max_slices": "max_slices",
     "alignment": "alignment",
     "solver": "solver",
+    "time_limit": "solver_time_limit_s",
+    "deadline": "deadline_s",
     "recompute": "recompute",
     "loss_block_tokens": "loss_block_tokens",
 }
@@ -91,12 +93,23 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-slices", type=_int_or_auto, metavar="N|auto")
     parser.add_argument("--alignment", type=int, metavar="N", help="slice ends are multiples of it")
     parser.add_argument("--solver", help="cpsat (default) or greedy")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="seconds of a solve")
+    parser.add_argument(
+        "--deadline",
+        type=_float_or_auto,
+        metavar="S|auto",
+        help="seconds of planning in all (default: no limit); auto: the work of one step",
+    )
     parser.add_argument("--recompute", help="adaptive (default), none or full")
     parser.add_argument("--loss-block-tokens", type=int, metavar="N")
 
 
 def _int_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
+
+
+def _float_or_auto(text: str) -> float | str:
+    return text if text == "auto" else float(text)
 
 
 def read_question(args: argparse.Namespace, *, has_default_layout: bool = False) -> Question:

@@ -1,0 +1,44 @@
+"""Check a plan file and show it: summary, memory, recompute map; needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_infinipipe.cli.views import add_view_arguments, check_views, write_views
+from ds_infinipipe.errors import ConfigError, ScheduleError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN.json", help="written by `plan --json` or a run")
+    add_view_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_views(args)
+    from ds_infinipipe.planner.types import Plan
+    from ds_infinipipe.planner.verify import verify_plan
+    from ds_infinipipe.viz.memory import memory_table
+    from ds_infinipipe.viz.recompute_map import recompute_text
+    from ds_infinipipe.viz.tables import plan_summary
+
+    text = _read(Path(args.plan))
+    try:
+        plan = Plan.from_json(text)
+        verify_plan(plan)
+    except ScheduleError as error:
+        raise ScheduleError(f"{args.plan}: {error}") from error
+    print("\n\n".join([plan_summary(plan), memory_table(plan), recompute_text(plan)]))
+    write_views(args, plan)
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is not a plan file: it is not UTF-8 text") from error
