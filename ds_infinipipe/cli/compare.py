@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     workload = _workload(question)
     results = compare(workload, names)
     if not any(result.feasible for result in results):
-        raise InfeasiblePlanError("; ".join(f"{r.name}: {r.note}" for r in results))
+        raise InfeasiblePlanError(
+            f"nothing of what was compared fits the memory; {results[0].name}: {results[0].note}"
+        )
     print(comparison_table(workload, results))
     if args.csv is not None:
         write_text("--csv", args.csv, _csv(results), "table")

@@ -13,7 +13,7 @@ from ds_infinipipe.errors import ConfigError
 __all__ = ["LENGTHS_HELP", "load_lengths"]
 
 LENGTHS_HELP = (
-    "one integer a line, .npy or JSONL; or LAW:COUNT[:SEED] with LAW one of "
+    "one integer a line, .npy or JSONL; or LAW:COUNT[:SEED] with a synthetic LAW: "
     + ", ".join(LENGTH_DISTRIBUTIONS)
 )
 

@@ -17,6 +17,7 @@ from ds_infinipipe.errors import ConfigError, DataError
 __all__ = [
     "LENGTH_DISTRIBUTIONS",
     "LengthMixture",
+    "LengthPercentiles",
     "OverLength",
     "OverLengthReport",
     "cut_document",
@@ -188,6 +189,30 @@ class LengthMixture:
     middle_share: float
     tail: tuple[float, float, float]
 
+    def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        part = rng.uniform(size=n)
+        return np.where(
+            part < self.body_share,
+            self.body(n, rng),
+            np.where(
+                part < self.middle_share,
+                _bounded_pareto(self.middle, n, rng),
+                _bounded_pareto(self.tail, n, rng),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthPercentiles:
+    """A law through known (percentile, length), straight between them on a logarithmic scale."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        percentiles, lengths = zip(*self.points, strict=True)
+        at = 100.0 * rng.uniform(size=n)
+        return np.asarray(np.exp(np.interp(at, percentiles, np.log(lengths))))
+
 
 def _beta_body(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
     return _SHORT * rng.beta(4.0, 1.04, n)
@@ -208,7 +233,15 @@ def _lognormal_body(median: float) -> Callable[[int, np.random.Generator], NDArr
 
 _K64, _M1, _M2 = 2.0**16, 2.0**20, 2.0**21
 
-LENGTH_DISTRIBUTIONS: Mapping[str, LengthMixture] = {
+_WIKIPEDIA = (
+    *((0.0, 16.0), (1, 39), (5, 67), (10, 87), (25, 146), (50, 347), (75, 862), (78.81, 1024)),
+    *((89.65, 2048), (90, 2112), (95, 3720), (95.61, 4096), (98.4, 8192), (99, 10919)),
+    *((99.5, 15987), (99.52, 16384), (99.87, 32768), (99.9, 37353), (99.943, 49152)),
+    *((99.95, 51517), (99.972, 65536), (99.989, 98304), (99.99, 101537), (99.995, 131072)),
+    *((99.998, 196608), (99.999, 262144), (100, 1823777)),
+)
+
+LENGTH_DISTRIBUTIONS: Mapping[str, LengthMixture | LengthPercentiles] = {
     "github-a": LengthMixture(_beta_body, 0.915, (8.6, _SHORT, _K64), 0.994, (0.87, _K64, _M2)),
     "github-b": LengthMixture(
         _lognormal_body(1800.0), 0.915, (1.1, _SHORT, _K64), 0.994, (1.0, _K64, _M2)
@@ -216,9 +249,12 @@ LENGTH_DISTRIBUTIONS: Mapping[str, LengthMixture] = {
     "commoncrawl": LengthMixture(
         _lognormal_body(900.0), 0.975, (1.5, _SHORT, _K64), 0.9992, (1.3, _K64, _M1)
     ),
+    "wikipedia": LengthPercentiles(_WIKIPEDIA),
 }
-"""Synthetic laws fitted to published shares of samples, not to a corpus: github-a also meets the
-quoted shares of tokens, github-b only those of samples, commoncrawl is a plausible guess."""
+"""Synthetic laws: github-a and github-b are fitted to published shares, the first also to the
+quoted shares of tokens, the second only to those of samples; commoncrawl is a plausible guess;
+wikipedia runs through percentiles that were counted over a million articles, and is synthetic
+between them and beyond the last."""
 
 
 def sample_lengths(
@@ -229,17 +265,7 @@ def sample_lengths(
         raise ConfigError(
             f"length distribution {name!r} is unknown; known are {', '.join(LENGTH_DISTRIBUTIONS)}"
         )
-    law = LENGTH_DISTRIBUTIONS[name]
-    part = rng.uniform(size=num_sequences)
-    drawn = np.where(
-        part < law.body_share,
-        law.body(num_sequences, rng),
-        np.where(
-            part < law.middle_share,
-            _bounded_pareto(law.middle, num_sequences, rng),
-            _bounded_pareto(law.tail, num_sequences, rng),
-        ),
-    )
+    drawn = LENGTH_DISTRIBUTIONS[name].draw(num_sequences, rng)
     return np.clip(drawn, _MIN_SAMPLE, context).astype(np.int64)
 
 

@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_REASONS_SHOWN = 2
+
+
 class LayoutStatus(str, Enum):
     """How far a layout got."""
 
@@ -123,11 +126,19 @@ def search_layouts(
         outcomes, key=lambda o: (order.index(o.status), o.step_time_s, o.bound_s, o.degrees)
     )
     if ranking[0].status is not LayoutStatus.PLANNED:
-        reasons = "; ".join(f"{_name(o.degrees)}: {o.reason}" for o in ranking)
-        raise InfeasiblePlanError(
-            f"no layout of {devices} devices has a plan for this batch. {reasons}"
-        )
+        raise _no_layout(ranking, devices)
     return LayoutSearch(tuple(ranking))
+
+
+def _no_layout(ranking: Sequence[LayoutOutcome], devices: int) -> InfeasiblePlanError:
+    """Names the first few: the most work-efficient ones, which it helps most to make fit."""
+    shown = ranking[:_REASONS_SHOWN]
+    reasons = "; ".join(f"{_name(outcome.degrees)}: {outcome.reason}" for outcome in shown)
+    more = f"; and {len(ranking) - len(shown)} more" if len(ranking) > len(shown) else ""
+    return InfeasiblePlanError(
+        f"none of {len(ranking)} layouts of {devices} devices has a plan for this batch. "
+        f"{reasons}{more}"
+    )
 
 
 def _try(

@@ -102,7 +102,7 @@ def test_fitting_refuses_what_the_policy_forbids() -> None:
         fit_to_context([21], 10, "drop")
 
 
-@pytest.mark.parametrize("name", ["github-a", "github-b", "commoncrawl"])
+@pytest.mark.parametrize("name", ["github-a", "github-b", "commoncrawl", "wikipedia"])
 def test_samples_repeat_and_keep_their_bounds(name: str) -> None:
     draw = [sample_lengths(name, 2000, 65536, np.random.default_rng(1)) for _ in range(2)]
     assert (draw[0] == draw[1]).all()
@@ -125,6 +125,30 @@ def test_samples_meet_the_published_shares(
     assert np.mean(lengths < 8192) == pytest.approx(below_8k, abs=0.003)
     assert np.mean(lengths >= 65536) == pytest.approx(at_64k, abs=0.001)
     assert 512 * lengths.mean() == pytest.approx(tokens_per_512, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("github-a", [7883, 8190, 6863, 7224, 4822, 7061]),
+        ("github-b", [2132, 2891, 1838, 5671, 3682, 109]),
+    ],
+)
+def test_draws_of_a_law_stay_the_same_from_version_to_version(
+    name: str, expected: list[int]
+) -> None:
+    drawn = sample_lengths(name, 6, 65536, np.random.default_rng(0))
+    assert drawn.tolist() == expected
+
+
+def test_wikipedia_runs_through_the_counted_percentiles() -> None:
+    lengths = sample_lengths("wikipedia", 1_000_000, 2**21, np.random.default_rng(0))
+    for percentile, counted in ((1, 39), (10, 87), (50, 347), (90, 2112), (99, 10919)):
+        assert np.percentile(lengths, percentile) == pytest.approx(counted, rel=0.02)
+    tokens_below_8k = lengths[lengths <= 8192].sum() / lengths.sum()
+    assert np.mean(lengths <= 8192) == pytest.approx(0.984, abs=0.003)
+    assert tokens_below_8k == pytest.approx(0.7254, abs=0.04)
+    assert lengths.mean() == pytest.approx(1013.6, rel=0.06)
 
 
 def test_an_unknown_law_is_refused() -> None:
