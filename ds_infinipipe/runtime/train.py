@@ -95,7 +95,8 @@ def _gather_timeline(engine: InfiniPipeEngine) -> Timeline:
     """What the first rank of every stage measured, a collective over all ranks."""
     everyone: list[Timeline | None] = [None] * dist.get_world_size()
     torch.distributed.all_gather_object(everyone, engine.timeline)
-    stages = [t for t in everyone[:: engine.sp_size] if t is not None]
+    one_replica = everyone[: engine.num_stages * engine.sp_size : engine.sp_size]
+    stages = [t for t in one_replica if t is not None]
     makespan_s = max(t.makespan_s for t in stages)
     busy_s = tuple(t.busy_s[0] for t in stages)
     spans = tuple(span for t in stages for span in t.spans)
