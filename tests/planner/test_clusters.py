@@ -1,0 +1,165 @@
+"""Clusters by name and by file, and what links cost, by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.clusters import NODE_TYPES, ClusterSpec, load_cluster
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.links import (
+    all2all_s,
+    gather_s,
+    p2p_token_s,
+    stages_share_a_node,
+    step_reduction_s,
+)
+from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, ModelSpec, make_layout
+
+# 2 nodes of 4; gather 8, all-to-all 4, adapter 2, peer to peer 16 bytes/s
+CLUSTER = replace(
+    load_cluster("cpu-local"),
+    num_nodes=2,
+    devices_per_node=4,
+    gather_bandwidth=8.0,
+    all2all_bandwidth=4.0,
+    node_p2p_bandwidth=2.0,
+    device_p2p_bandwidth=16.0,
+    collective_latency_s=0.0,
+)
+MODEL = ModelSpec("toy", 4, 8, 16, 8, 8, 1, 32)
+
+
+def test_the_papers_cluster_has_the_constants_of_the_setting() -> None:
+    cluster = BUILTIN_CLUSTERS["a800-80g-4x8"]
+    assert load_cluster("a800-80g-4x8") is cluster
+    assert (cluster.num_devices, cluster.memory_bytes) == (32, 72 * 2**30)
+    rates = cluster.gather_bandwidth, cluster.all2all_bandwidth, cluster.node_p2p_bandwidth
+    assert rates == pytest.approx((165e9, 140e9, 42.5e9))
+
+
+@pytest.mark.parametrize("kind", list(NODE_TYPES))
+def test_a_name_gives_any_number_of_nodes_and_devices(kind: str) -> None:
+    cluster = load_cluster(f"{kind}-16x4")
+    assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == (f"{kind}-16x4", 16, 4)
+    assert cluster.peak_flops == NODE_TYPES[kind].peak_flops
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"base": "h100-80g-2x8", "peak_flops": "fast"}, "peak_flops is 'fast'; it must be a num"),
+        ({"base": "h100-80g-2x8", "num_nodes": 0}, "num_nodes is 0; it must be a whole number abo"),
+        ({"base": "h100-80g-2x8", "num_nodes": 1.5}, "num_nodes is 1.5; it must be a whole"),
+        ({"base": "h100-80g-2x8", "p2p_latency_s": -1}, "p2p_latency_s is -1; .* of at least 0"),
+        ({"base": "h100-80g-2x8", "zero_overlap": 1.5}, "zero_overlap is 1.5; it is a share"),
+        ({"base": "v100-2x8"}, "cluster base 'v100-2x8' is not a built-in name"),
+        ({"name": "x"}, "missing"),
+        ({"base": "h100-80g-2x8", "speed": 3}, "speed"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused(
+    tmp_path: Path, content: dict[str, object], expected: str
+) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=expected):
+        load_cluster(str(file))
+
+
+def test_a_cluster_file_fills_from_its_base(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text('{"base": "h100-80g-2x8", "name": "mine", "zero_overlap": 0.5}')
+    cluster = load_cluster(str(file))
+    assert cluster == replace(load_cluster("h100-80g-2x8"), name="mine", zero_overlap=0.5)
+
+
+def test_a_cluster_without_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no devices"):
+        load_cluster("h100-80g-0x8")
+
+
+def test_peer_to_peer_defaults_to_the_all_to_alls_bandwidth() -> None:
+    fields = {f: getattr(CLUSTER, f) for f in ClusterSpec.__slots__ if f != "device_p2p_bandwidth"}
+    assert ClusterSpec(**fields).intra_node_p2p_bandwidth == 4.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (1, 0.0),
+        (4, 3 / 4 * 64 / 8),
+        (8, 1 / 2 * 64 / 2),  # half of it comes through the adapter, the slower way
+    ],
+)
+def test_gathers_go_over_links_inside_a_node_and_adapters_between(
+    ranks: int, seconds: float
+) -> None:
+    assert gather_s(64, ranks, CLUSTER) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (1, 0.0),
+        (4, 3 / 4 * 64 / 4),
+        (8, 4 * (1 / 2 * 64) / 2),  # four devices send half of theirs through one adapter
+    ],
+)
+def test_all_to_alls_share_the_adapter_between_nodes(ranks: int, seconds: float) -> None:
+    assert all2all_s(64, ranks, CLUSTER) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("pp", "sp", "dp", "shares"),
+    [(1, 4, 2, True), (2, 2, 2, True), (4, 1, 2, True), (2, 4, 1, False), (4, 2, 1, False)],
+)
+def test_stages_share_a_node_when_their_replica_fits(
+    pp: int, sp: int, dp: int, shares: bool
+) -> None:
+    layout = make_layout(MODEL, pp, sp, dp)
+    assert stages_share_a_node(layout, CLUSTER) is shares
+    token_bytes = 2 * 8
+    expected = token_bytes / (sp * 16) if shares else token_bytes / 2
+    assert p2p_token_s(MODEL, layout, CLUSTER) == pytest.approx(expected)
+
+
+def test_sending_inside_a_node_is_what_chunks_are_charged() -> None:
+    from ds_infinipipe.planner.types import Chunk, Slice
+
+    chunk = Chunk((Slice(0, 0, 6, True),))
+    inside = CostModel(MODEL, CLUSTER, make_layout(MODEL, 2, 2)).chunk_costs([chunk])
+    across = CostModel(MODEL, CLUSTER, make_layout(MODEL, 2, 4)).chunk_costs([chunk])
+    latency_s = CLUSTER.p2p_latency_s
+    assert inside.p2p_s[0] - latency_s == pytest.approx(6 * 16 / 32)
+    assert across.p2p_s[0] - latency_s == pytest.approx(6 * 16 / 2)
+
+
+def test_one_replica_reduces_nothing() -> None:
+    assert step_reduction_s(MODEL, make_layout(MODEL, 2, 4), CLUSTER) == 0.0
+
+
+def test_replicas_in_a_node_add_up_before_the_adapter() -> None:
+    # layers 4 * (8 * 8 * 4 + 3 * 8 * 16), embedding and head 32 * 8 each
+    params = 4 * (256 + 384) + 2 * 256
+    whole = make_layout(MODEL, 1, 4, 2)  # a node each: 4 shards meet in the adapter
+    assert step_reduction_s(MODEL, whole, CLUSTER) == pytest.approx(
+        2 * 1 / 2 * 4 * (4 * params / 4) / 2
+    )
+    paired = make_layout(MODEL, 1, 2, 4)  # two in a node: over links, then 2 shards a node
+    shard = 4 * params / 2
+    assert step_reduction_s(MODEL, paired, CLUSTER) == pytest.approx(
+        2 * 1 / 2 * shard / 8 + 2 * 1 / 2 * 2 * shard / 2
+    )
+
+
+def test_wide_groups_are_dearer_than_those_inside_a_node() -> None:
+    model, cluster = BUILTIN_MODELS["llama-7b"], BUILTIN_CLUSTERS["a800-80g-4x8"]
+    inside = CostModel(model, cluster, make_layout(model, 4, 8)).coefficients
+    across = CostModel(model, cluster, make_layout(model, 2, 16)).coefficients
+    assert across.all2all_s > 5 * inside.all2all_s
+    assert across.gather_s > inside.gather_s
