@@ -74,9 +74,12 @@ def _context(question: Question, limit_bytes: int, lengths: Sequence[int]) -> st
     if not context.value:
         return "No context fits at these settings"
     at_least = "" if context.is_exact else "at least "
+    packing = ""
+    if context.value >= max(lengths):
+        packing = ", so it is what is packed beside a sequence that does not fit"
     return (
         f"The largest context that fits at these settings, planned alone, is {at_least}"
-        f"{context.value} tokens"
+        f"{context.value} tokens{packing}"
     )
 
 

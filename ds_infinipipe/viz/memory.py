@@ -114,14 +114,17 @@ def _stage_steps(
 
 
 def memory_table(plan: Plan) -> str:
-    """Text: each stage's peak in its parts (GiB), the instruction it happens in, what is free."""
+    """Text: each stage's peak in its parts, the instruction it happens in, what is free."""
+    peaks = peak_usages(plan)
+    is_large = max(usage.total for usage in peaks) >= _GIB
+    unit, name = (_GIB, "GiB") if is_large else (2**20, "MiB")
     head = "".join(f"{part.name:>14}" for part in PARTS)
-    lines = [f"memory at the peak, GiB\nstage{head}{'in all':>10}{'free':>9}  in"]
-    for stage, usage in enumerate(peak_usages(plan)):
-        parts = "".join(f"{value / _GIB:>14.2f}" for value in usage_parts(usage))
-        free = (plan.memory_limit_bytes - usage.total) / _GIB
+    lines = [f"memory at the peak, {name}", f"stage{head}{'in all':>10}{'free':>10}  in"]
+    for stage, usage in enumerate(peaks):
+        parts = "".join(f"{value / unit:>14.2f}" for value in usage_parts(usage))
+        free = (plan.memory_limit_bytes - usage.total) / unit
         instruction = plan.streams[stage][usage.instruction]
-        lines.append(f"{stage:>5}{parts}{usage.total / _GIB:>10.2f}{free:>9.2f}  {instruction}")
+        lines.append(f"{stage:>5}{parts}{usage.total / unit:>10.2f}{free:>10.2f}  {instruction}")
     return "\n".join(lines)
 
 

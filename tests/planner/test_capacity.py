@@ -86,6 +86,13 @@ def test_the_stated_limit_is_enough(
         verify_plan(plan_tiny([length, *shorts], tiny_settings(enough, recompute=recompute), pp))
 
 
+def test_where_every_sequence_fits_alone_the_packing_is_named() -> None:
+    planner = tiny_settings(stated_limit(message([3000], tiny_settings(MIB))) + 1)
+    verify_plan(plan_tiny([3000], planner))
+    text = message([3000, 800, 800, 120], planner)
+    assert "so it is what is packed beside a sequence that does not fit" in text
+
+
 def test_model_states_above_the_limit_also_name_sequence_bytes_and_a_limit_that_is_enough() -> None:
     text = message([900, 40, 20], tiny_settings(100_000))
     assert text.startswith("stage ")
