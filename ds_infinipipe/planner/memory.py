@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.specs import Layout, ModelSpec
-from ds_infinipipe.planner.types import Chunk, Op
+from ds_infinipipe.planner.types import Chunk, Op, Slice
 
 __all__ = ["MemoryModel", "RecomputeCounts", "SavedTensor", "saved_tensors"]
 
@@ -34,6 +34,8 @@ class SavedTensor:
     element_bytes: int
     is_kv: bool = False
     """K or V: those of a cut sequence are in the arena instead."""
+    is_late: bool = False
+    """Made after attention, so gone when attention's backward runs."""
 
     @property
     def token_bytes(self) -> int:
@@ -44,14 +46,17 @@ def saved_tensors(model: ModelSpec, sp: int) -> tuple[SavedTensor, ...]:
     """What one decoder layer keeps when it is not recomputed.
 
     With fused kernels: e (7 D + 2 D_kv + 3 F) bytes per token, the paper's M_token / L. Plain
-    Hugging Face layers also keep the normalised norm inputs, silu(gate) and, below four bytes an
-    element, float32 copies of both norm inputs. Head-sharded tensors are as wide as the padded or
-    replicated heads.
+    Hugging Face layers also keep the normalised norm inputs, silu(gate), the statistics of norms
+    and attention, and, below four bytes an element, a float32 copy of either norm input (instead
+    of the second one itself). Head-sharded tensors are as wide as the padded or replicated heads.
+    Without an all-to-all (sp 1) the attention output is o_proj's input; the paper's figure counts
+    two tensors, so fused kernels do too.
     """
     size, hidden, ffn = model.dtype_bytes, model.hidden_size, model.ffn_size
     query = sp * local_heads(model, sp) * model.head_dim
     kv = sp * local_kv_heads(model, sp) * model.head_dim
-    fused = (
+    is_half, is_plain = size < 4, not model.fused_kernels
+    tensors = [
         SavedTensor("layer input", hidden, size),
         SavedTensor("norm1 output", hidden, size),
         SavedTensor("query", query, size),
@@ -59,24 +64,43 @@ def saved_tensors(model: ModelSpec, sp: int) -> tuple[SavedTensor, ...]:
         SavedTensor("value", kv, size, is_kv=True),
         SavedTensor("attention output", query, size),
         SavedTensor("o_proj input", model.query_size, size),
-        SavedTensor("norm2 input", hidden, size),
-        SavedTensor("norm2 output", hidden, size),
-        SavedTensor("gate", ffn, size),
-        SavedTensor("up", ffn, size),
-        SavedTensor("product", ffn, size),
-    )
+        SavedTensor("norm2 input", hidden, size, is_late=True),
+        SavedTensor("norm2 output", hidden, size, is_late=True),
+        SavedTensor("gate", ffn, size, is_late=True),
+        SavedTensor("up", ffn, size, is_late=True),
+        SavedTensor("product", ffn, size, is_late=True),
+    ]
+    if is_plain:
+        unkept = {"o_proj input"} if sp == 1 else set()
+        unkept |= {"norm2 input"} if is_half else set()
+        tensors = [t for t in tensors if t.name not in unkept]
+        tensors += [
+            SavedTensor("norm1 normalised", hidden, size),
+            SavedTensor("norm2 normalised", hidden, size, is_late=True),
+            SavedTensor("silu(gate)", ffn, size, is_late=True),
+            SavedTensor("norm statistics", 2, 4),
+            SavedTensor("log-sum-exp", sp * local_heads(model, sp), 4),
+        ]
+    if is_plain and is_half:
+        tensors += [
+            SavedTensor("norm1 input in float32", hidden, 4),
+            SavedTensor("norm2 input in float32", hidden, 4, is_late=True),
+        ]
+    return tuple(tensors) + _head_norm_tensors(model)
+
+
+def _head_norm_tensors(model: ModelSpec) -> tuple[SavedTensor, ...]:
+    """Norms of every query and key head (Qwen3), which run before the all-to-all."""
+    if not model.has_head_norms:
+        return ()
+    width, size = model.query_size + model.kv_size, model.dtype_bytes
     if model.fused_kernels:
-        return fused
-    plain = (
-        SavedTensor("norm1 normalised", hidden, size),
-        SavedTensor("norm2 normalised", hidden, size),
-        SavedTensor("silu(gate)", ffn, size),
+        return (SavedTensor("head norm inputs", width, size),)
+    return (
+        SavedTensor("head norm inputs", width, max(4, size)),
+        SavedTensor("head norm normalised", width, size),
+        SavedTensor("head norm statistics", model.num_heads + model.num_kv_heads, 4),
     )
-    copies = (
-        SavedTensor("norm1 input in float32", hidden, 4),
-        SavedTensor("norm2 input in float32", hidden, 4),
-    )
-    return fused + plain + (copies if size < 4 else ())
 
 
 class MemoryModel:
@@ -105,23 +129,28 @@ class MemoryModel:
         self.model = model
         self.layout = layout
         self._loss_block_tokens = loss_block_tokens
+        self._adds_head_gradient = zero_stage == 0 or model.dtype_bytes < 4
         tensors = saved_tensors(model, layout.sp)
         self._saved_token_bytes = sum(t.token_bytes for t in tensors if not t.is_kv)
+        self._late_token_bytes = sum(t.token_bytes for t in tensors if t.is_late)
         self._hidden_token_bytes = model.dtype_bytes * model.hidden_size
+        self._ffn_token_bytes = model.dtype_bytes * model.ffn_size
         query_width = layout.sp * local_heads(model, layout.sp) * model.head_dim
         self._query_token_bytes = model.dtype_bytes * query_width
         self._kv_row_elements = 2 * local_kv_heads(model, layout.sp) * model.head_dim
         self._kv_row_bytes = self._kv_row_elements * model.dtype_bytes
+        stages = range(layout.pp)
+        self.state_bytes = tuple(_state_bytes(model, layout, p, zero_stage) for p in stages)
         self.static_bytes = tuple(
-            _static_bytes(model, layout, stage, zero_stage) for stage in range(layout.pp)
+            self.state_bytes[p] + _working_bytes(model, layout, p, zero_stage) for p in stages
         )
 
     def saved_bytes(self, chunk: Chunk) -> int:
         """A: what one layer keeps of the chunk when not recomputed, without the arena's rows."""
         own_kv_rows = chunk.padded_tokens - chunk.split_tokens
-        return (
-            self._local_tokens(chunk) * self._saved_token_bytes + own_kv_rows * self._kv_row_bytes
-        )
+        tokens = self._local_tokens(chunk)
+        joined = tokens * self._query_token_bytes if self._joins_outputs(chunk) else 0
+        return tokens * self._saved_token_bytes + own_kv_rows * self._kv_row_bytes + joined
 
     def input_bytes(self, chunk: Chunk) -> int:
         """R: what one recomputed layer keeps, its input.
@@ -132,11 +161,13 @@ class MemoryModel:
         return self._local_tokens(chunk) * self._hidden_token_bytes
 
     def output_bytes(self, chunk: Chunk) -> int:
-        """What a stage keeps from F to B besides its layers: its output.
+        """What a stage keeps from F to B besides its layers: its output and the rotary tables.
 
-        On the last stage that is the gradient of the last hidden state, of equal size.
+        The output is held by its transfer, at most until the next stage's gradient comes; on the
+        last stage it is the gradient of the last hidden state, of equal size.
         """
-        return self._local_tokens(chunk) * self._hidden_token_bytes
+        tables = 2 * self.model.head_dim * self.model.dtype_bytes
+        return self._local_tokens(chunk) * (self._hidden_token_bytes + tables)
 
     def arena_bytes(self, sequence_len: int) -> int:
         """K and V of a whole cut sequence in one layer, [length, local kv heads, head_dim] each.
@@ -148,7 +179,8 @@ class MemoryModel:
     def kv_grad_bytes(self, context_len: int) -> int:
         """dK and dV of the slices before the tail in one layer, in float32 or wider.
 
-        Allocated in the tail's B and freed at the end of the first slice's B.
+        Allocated in the tail's B, layer by layer: `backward_transient` takes off what is not there
+        yet. Freed at the end of the first slice's B.
         Deviation: the paper charges M_dkv for every split chunk in the window (Eq. 5, 10); the
         tail's own gradients are never accumulated, and none exist before its backward.
         """
@@ -163,16 +195,29 @@ class MemoryModel:
     def forward_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
         """Bytes that live only during F(chunk): a recomputed layer's activations, the logits.
 
-        The two never coincide, so the larger counts.
+        These never coincide, so the largest counts. A recomputed layer matters only when it is the
+        stage's last: a kept layer above it weighs more. It runs without a graph, so only the
+        widest moment of its MLP is there.
         Deviation: the paper ignores the recomputed layer ("other activations can be ignored").
         """
-        layer = self._rebuilt_bytes(chunk) if recompute else 0
-        return max(layer, self._loss_bytes(chunk) if stage == self.layout.pp - 1 else 0)
+        hidden = self.input_bytes(chunk)
+        layer = self._ungraphed_bytes(chunk) - hidden if self._is_all(stage, recompute) else 0
+        loss = self._loss_bytes(chunk) if stage == self.layout.pp - 1 else 0
+        return self._transfer_bytes(stage, chunk) + max(hidden, layer, loss)
 
     def backward_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
-        """Bytes that live only during B(chunk): a recomputed layer and one layer's gradients."""
-        layer = self._rebuilt_bytes(chunk) if recompute else 0
-        return layer + self._gradient_workspace(stage, chunk)
+        """Bytes that live only during B(chunk): a recomputed layer and one layer's gradients.
+
+        A layer is rebuilt on top of all that is kept only where every layer is recomputed: the
+        layers above the recomputed ones are gone when those run. Of a tail's dK and dV one layer
+        is there in its first layer's backward, all of them in its last layer's, where the
+        activations of the other layers are gone; so the result can be negative.
+        """
+        layer = self._rebuilt_bytes(chunk) if self._is_all(stage, recompute) else 0
+        if _is_tail(chunk):
+            absent = min(self.kv_grad_bytes(chunk.context_len), self.saved_bytes(chunk))
+            layer -= (self.layout.stage_layers[stage] - 1) * absent
+        return layer + self._gradient_workspace(chunk) + self._transfer_bytes(stage, chunk)
 
     def token_capacity(self, k: int, limit: int) -> int:
         """Most tokens of a chunk that fit every stage with all layers recomputed; at least 0.
@@ -218,68 +263,120 @@ class MemoryModel:
     def _local_tokens(self, chunk: Chunk) -> int:
         return -(-chunk.padded_tokens // self.layout.sp)
 
+    def _joins_outputs(self, chunk: Chunk) -> bool:
+        """Slice and shorts have an attention each; without an all-to-all their joint is a copy."""
+        is_hybrid = chunk.keeps_kv and chunk.padded_tokens > chunk.split_tokens
+        return is_hybrid and self.layout.sp == 1 and not self.model.fused_kernels
+
+    def _is_all(self, stage: int, recompute: int) -> bool:
+        return recompute >= self.layout.stage_layers[stage]
+
     def _rebuilt_bytes(self, chunk: Chunk) -> int:
         """A - R: what one recomputed layer has while it runs, beside its input."""
         return self.saved_bytes(chunk) - self.input_bytes(chunk)
 
-    def _loss_bytes(self, chunk: Chunk) -> int:
-        """Logits of one block in model dtype, and their float32 copy or gradient."""
-        block = min(self._loss_block_tokens, self._local_tokens(chunk))
-        return block * self.model.vocab_size * (self.model.dtype_bytes + 4)
+    def _transfer_bytes(self, stage: int, chunk: Chunk) -> int:
+        """The receive posted one operation ahead and, but on the first stage, a sent gradient.
 
-    def _gradient_workspace(self, stage: int, chunk: Chunk) -> int:
-        """Gradients alive at once in one layer's backward: of its output, and of MLP or attention.
-
-        On the last stage the output's gradient is the kept one. dK and dV come from the kernel for
-        all rows the slice attends to.
+        Of neighbouring chunks; counted as large as the one at work.
         """
-        tokens, size = self._local_tokens(chunk), self.model.dtype_bytes
-        query_bytes = tokens * self._query_token_bytes
-        mlp = tokens * 3 * self.model.ffn_size * size
-        kv_rows = chunk.context_len + chunk.padded_tokens
-        attention = 2 * query_bytes + kv_rows * self._kv_row_bytes
-        hidden_gradients = 1 if stage == self.layout.pp - 1 else 2
-        return hidden_gradients * tokens * self._hidden_token_bytes + max(mlp, attention)
+        if self.layout.pp == 1:
+            return 0
+        return self.input_bytes(chunk) * (1 if stage == 0 else 2)
+
+    def _ungraphed_bytes(self, chunk: Chunk) -> int:
+        """Most that a layer has at once without a graph, beside its input.
+
+        In the MLP: residual, norm output, and three of gate, its activation, up and product.
+        """
+        tokens = self._local_tokens(chunk)
+        return tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
+
+    def _loss_bytes(self, chunk: Chunk) -> int:
+        """The head at work: logits of one block and their float32 copy, the final norm's tensors,
+        and the weight's gradient in float32 where it is not the one that the states count.
+        """
+        model, tokens = self.model, self._local_tokens(chunk)
+        is_half = model.dtype_bytes < 4
+        block = min(self._loss_block_tokens, tokens)
+        logits = block * model.vocab_size * (model.dtype_bytes + (4 if is_half else 0))
+        weight = model.embedding_params * max(4, model.dtype_bytes)
+        norm = 3 * self._hidden_token_bytes + (4 * model.hidden_size if is_half else 0)
+        # the plain norm's backward is in float32: its input's copy and three gradients
+        norm_backward = 16 * model.hidden_size if is_half and not model.fused_kernels else 0
+        working = max(logits + tokens * norm, tokens * norm_backward)
+        return working + (weight if self._adds_head_gradient else 0)
+
+    def _gradient_workspace(self, chunk: Chunk) -> int:
+        """Most that one layer's backward has on top of what the layer keeps.
+
+        In the MLP the gradients of product, gate and up, the product itself gone; in attention,
+        with all that came after it gone, the gradients of residual, output and query, and dK and dV
+        from the kernel for all rows the slice attends to. The gradient of the stage's output takes
+        the place of the output.
+        """
+        tokens = self._local_tokens(chunk)
+        kv_rows = (chunk.context_len + chunk.padded_tokens) * self._kv_row_bytes
+        copies = 1 if self.model.fused_kernels else 2
+        attention = tokens * (self._hidden_token_bytes + (2 + copies) * self._query_token_bytes)
+        attention += copies * kv_rows - tokens * self._late_token_bytes
+        return max(2 * tokens * self._ffn_token_bytes, attention)
 
     def _stage_capacity(self, stage: int, k: int, limit: int) -> int:
         """Solves static + loss + tokens * (window + dK/dV + transient) <= limit for tokens."""
         sp, layers = self.layout.sp, self.layout.stage_layers[stage]
-        is_last = stage == self.layout.pp - 1
-        kv_token = self._kv_row_bytes
-        arena = layers * kv_token if k > 1 else 0
+        token, tail = Chunk((Slice(0, 0, sp, True),)), Chunk((Slice(0, (k - 1) * sp, sp, True),))
+        arena = layers * self.arena_bytes(1) if k > 1 else 0
         window = self.layout.pp - 1 - stage + k
-        held = (layers + 1) * self._hidden_token_bytes / sp + arena
-        gradients = (k - 1) * layers * self.kv_grad_bytes(1)
-        layer = (self._saved_token_bytes - self._hidden_token_bytes) / sp + kv_token
-        mlp = 3 * self.model.ffn_size * self.model.dtype_bytes / sp
-        attention = 2 * self._query_token_bytes / sp + k * kv_token
-        backward = layer + 2 * self._hidden_token_bytes / sp + max(mlp, attention)
-        logits = self.model.vocab_size * (self.model.dtype_bytes + 4)
-        loss = self._loss_block_tokens * logits if is_last else 0
+        inputs = self.held_bytes(stage, token, layers) / sp
+        gradients = (k - 1) * self.kv_grad_bytes(1)
+        # the tail's backward has one layer's dK/dV, the next one all of them but not the tail
+        held = window * (inputs + arena) + max(gradients, layers * gradients - inputs)
+        workspace = self._gradient_workspace(tail) + self._transfer_bytes(stage, token)
+        backward = (self._rebuilt_bytes(token) + workspace) / sp
+        loss = 0
+        if stage == self.layout.pp - 1:
+            loss = self._loss_bytes(Chunk((Slice(0, 0, self._loss_block_tokens * sp, True),)))
         free = limit - self.static_bytes[stage] - loss
-        return int(free / (window * held + gradients + backward))
+        return int(free / (held + backward))
 
 
 def _is_tail(chunk: Chunk) -> bool:
     return chunk.keeps_kv and chunk.slices[0].is_tail
 
 
-def _static_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
-    """Model states of a stage (M_ms): parameters, gradients, masters, Adam's moments.
+def _stage_units(model: ModelSpec, layout: Layout, stage: int) -> list[int]:
+    """Parameters of a stage's layers, the embedding before and the head after them.
 
-    ZeRO-3 shards them over sp; two layers at a time are gathered and have whole gradients. The
-    first stage has the embedding, the last one the head; tied weights are two copies.
+    Tied weights on different stages are two copies.
     """
-    size = model.dtype_bytes
-    wide = max(4, size)
     units = [model.layer_params] * layout.stage_layers[stage]
     if stage == 0:
         units.insert(0, model.embedding_params)
-    if stage == layout.pp - 1:
+    if stage == layout.pp - 1 and not (model.tied_embeddings and layout.pp == 1):
         units.append(model.embedding_params)
+    return units
+
+
+def _state_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
+    """What is there between steps (M_ms): parameters, gradients, masters, Adam's moments.
+
+    ZeRO-3 shards all of it over sp and has float32 masters even of float32 parameters.
+    """
+    size, wide = model.dtype_bytes, max(4, model.dtype_bytes)
+    parameters = sum(_stage_units(model, layout, stage))
     if zero_stage == 0:
-        master = 4 if size == 2 else 0
-        return sum(units) * (size + wide + 2 * wide + master)
-    shards = -(-sum(units) * (size + 4 + 8 + 4) // layout.sp)
+        return parameters * (size + wide + 2 * wide + (4 if size < 4 else 0))
+    return -(-parameters * (size + 4 + 8 + 4) // layout.sp)
+
+
+def _working_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
+    """ZeRO-3 at work: two layers at a time are gathered from the ranks and have gradients.
+
+    Only one layer has gradients at a time; the other is for the reduction's buffers.
+    """
+    if zero_stage == 0:
+        return 0
+    units = _stage_units(model, layout, stage)
     neighbours = max((a + b for a, b in pairwise(units)), default=units[0])
-    return shards + 2 * size * neighbours
+    return model.dtype_bytes * neighbours * (2 if layout.sp > 1 else 1)

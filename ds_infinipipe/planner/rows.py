@@ -71,9 +71,9 @@ def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk])
     opened, gradient, closed = sequence_bytes(memory, chunks)
     stages = range(layout.pp)
     transients = [
-        _per_chunk([[method(p, c, layers) for c in chunks] for p in stages])
+        _per_chunk([[method(p, c, layers[p]) for c in chunks] for p in stages])
         for method in (memory.forward_transient, memory.backward_transient)
-        for layers in (0, 1)
+        for layers in ((0,) * layout.pp, layout.stage_layers)
     ]
     return ChunkBytes(
         saved,
@@ -131,7 +131,7 @@ class StageMoments:
         entered = np.cumsum(np.where(self.is_backward, 0, change))
         left = np.cumsum(np.where(self.is_backward, change, 0))
         released = entered - left + np.where(self.is_backward, change, 0)
-        transient = np.where(counts[self.chunk] > 0, self.charged, self.plain)
+        transient = np.where(counts[self.chunk] >= self.layers, self.charged, self.plain)
         return np.asarray(self.base + transient - released)
 
     def binding(
@@ -143,11 +143,11 @@ class StageMoments:
         """
         need = self.base + self.charged - limit_bytes
         fits = self.base + self.plain <= limit_bytes
-        first_layer = saving[self.chunk]
-        binds = ~(fits & (need <= first_layer))
+        own_layers = self.layers * saving[self.chunk]
+        binds = ~(fits & (need <= own_layers))
         if (need > self.layers * self.live_saving)[binds].any():
             return None
-        return need, binds & ~_dominated(self, need, first_layer, binds)
+        return need, binds & ~_dominated(self, need, saving[self.chunk], binds)
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class PipelineMemory:
             over = moments.base + moments.charged - limit_bytes
             if (over_plain <= 0).all():
                 continue
-            layers = int((-(-over // np.maximum(moments.live_saving, 1))).max())
-            if layers > moments.layers:
+            layers = int((-(-over_plain // np.maximum(moments.live_saving, 1))).max())
+            if layers >= moments.layers and (over > moments.layers * moments.live_saving).any():
                 return None
-            needed = max(needed, layers, 1)
+            needed = max(needed, min(layers, moments.layers))
         return needed
 
     def rows(self, limit_bytes: int) -> MemoryRows | None:

@@ -49,6 +49,8 @@ class ModelSpec:
     tied_embeddings: bool = False
     dtype_bytes: int = 2
     fused_kernels: bool = True
+    has_head_norms: bool = False
+    """Every query and key head is normalised (Qwen3)."""
 
     @property
     def kv_size(self) -> int:
@@ -159,6 +161,7 @@ def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
             vocab_size=int(config["vocab_size"]),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             fused_kernels=False,
+            has_head_norms=kind == "qwen3",
         )
     except KeyError as error:
         raise ConfigError(f"the model config lacks {error}; give a complete config.json") from error

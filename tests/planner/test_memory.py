@@ -51,18 +51,47 @@ def test_eq_5_fused_layers_keep_7d_2dkv_3f_elements_per_token(name: str, token_b
     assert sum(t.token_bytes for t in saved_tensors(model, 1)) == 2 * elements == token_bytes
 
 
-@pytest.mark.parametrize(("size", "copies"), [(2, 8), (4, 0), (8, 0)])
-def test_eq_5_plain_layers_keep_9d_2dkv_4f_elements_and_float32_norm_inputs(
-    size: int, copies: int
-) -> None:
+@pytest.mark.parametrize("size", [4, 8])
+def test_eq_5_plain_layers_keep_9d_2dkv_4f_elements_and_statistics(size: int) -> None:
     model = replace(MODEL, fused_kernels=False, dtype_bytes=size)
-    expected = size * (9 * 8 + 2 * 8 + 4 * 16) + copies * 8
-    assert sum(t.token_bytes for t in saved_tensors(model, 1)) == expected
+    statistics = 4 * (2 + 2)  # of two norms, and the log-sum-exp of two heads
+    expected = size * (9 * 8 + 2 * 8 + 4 * 16) + statistics
+    assert sum(t.token_bytes for t in saved_tensors(model, 2)) == expected
+
+
+def test_eq_5_plain_half_precision_layers_keep_float32_norm_inputs() -> None:
+    model = replace(MODEL, fused_kernels=False, dtype_bytes=2)
+    expected = 2 * (8 * 8 + 2 * 8 + 4 * 16) + 2 * 4 * 8 + 4 * (2 + 2)
+    assert sum(t.token_bytes for t in saved_tensors(model, 2)) == expected
+
+
+def test_without_an_all_to_all_the_attention_output_is_the_projections_input() -> None:
+    plain = replace(MODEL, fused_kernels=False)
+    names = {t.name for t in saved_tensors(plain, 1)}
+    assert "attention output" in names and "o_proj input" not in names
+    hybrid = Chunk((Slice(0, 6, 5, True), Slice(1, 0, 4, True)), padding=1)
+    split = Chunk((Slice(0, 6, 10, True),))
+    memory = memory_of(plain, Layout(1, 1, 1, (4,)))
+    own_rows, joined = 5 * 2 * 8 * 2, 10 * 8 * 2
+    assert memory.saved_bytes(hybrid) - memory.saved_bytes(split) == own_rows + joined
+
+
+@pytest.mark.parametrize(
+    ("fused", "size", "token_bytes"), [(True, 2, 16 * 2), (False, 2, 16 * 6 + 16), (False, 4, 144)]
+)
+def test_head_norms_keep_their_inputs_and_plain_ones_more(
+    fused: bool, size: int, token_bytes: int
+) -> None:
+    model = replace(MODEL, fused_kernels=fused, dtype_bytes=size)
+    with_norms = replace(model, has_head_norms=True)
+    added = [sum(t.token_bytes for t in saved_tensors(m, 2)) for m in (model, with_norms)]
+    assert added[1] - added[0] == token_bytes
 
 
 def test_saved_tensors_have_distinct_names() -> None:
-    names = [t.name for t in saved_tensors(replace(MODEL, fused_kernels=False), 2)]
-    assert len(set(names)) == len(names) == 17
+    model = replace(MODEL, fused_kernels=False, has_head_norms=True)
+    names = [t.name for t in saved_tensors(model, 2)]
+    assert len(set(names)) == len(names) == 21
 
 
 def test_query_sized_tensors_follow_the_heads_not_the_hidden_size() -> None:
@@ -108,13 +137,13 @@ def test_eq_9_a_recomputed_layer_keeps_its_input_only() -> None:
     memory = memory_of()
     for chunk in (whole(0, 6), Chunk((Slice(0, 0, 6, False),))):
         assert memory.input_bytes(chunk) == 6 * 8 * 2 // 2
-        assert memory.output_bytes(chunk) == 6 * 8 * 2 // 2
+        assert memory.output_bytes(chunk) == 3 * (8 + 2 * 4) * 2  # and cos and sin of a head
 
 
 def test_eq_10_held_bytes_are_saved_layers_recomputed_layers_and_the_output() -> None:
     chunk = whole(0, 6)
     saved, kept_input = 6 * 208 // 2 + 6 * 16, 6 * 8
-    assert memory_of().held_bytes(0, chunk, 1) == 2 * saved + kept_input + 6 * 8
+    assert memory_of().held_bytes(0, chunk, 1) == 2 * saved + kept_input + 3 * 32
 
 
 @pytest.mark.parametrize(("size", "gradient_size"), [(2, 4), (4, 4), (8, 8)])
@@ -149,7 +178,13 @@ def test_eq_6_a_single_stage_has_embedding_and_head() -> None:
 
 def test_eq_6_a_middle_stage_of_one_layer_gathers_that_layer_alone() -> None:
     memory = memory_of(layout=Layout(3, 1, 1, (2, 1, 1)))
-    assert memory.static_bytes[1] == 640 * 18 + 2 * 2 * 640
+    assert memory.static_bytes[1] == 640 * 18 + 2 * 640  # one rank gathers nothing
+    assert memory_of(layout=Layout(3, 2, 1, (2, 1, 1))).static_bytes[1] == 320 * 18 + 4 * 640
+
+
+def test_eq_6_float32_parameters_have_float32_masters_under_zero_3() -> None:
+    memory = memory_of(replace(MODEL, dtype_bytes=4), Layout(3, 1, 1, (2, 1, 1)))
+    assert memory.state_bytes[1] == 640 * 20
 
 
 @pytest.mark.parametrize(
@@ -161,37 +196,70 @@ def test_eq_6_gives_the_documented_model_states(name: str, gib: float) -> None:
     assert memory.static_bytes[0] / 2**30 == pytest.approx(gib, abs=0.06)
 
 
-def test_recomputing_adds_one_layers_activations_while_it_runs() -> None:
+HIDDEN = 3 * 8 * 2  # of six tokens on one of two ranks, also a receive or send buffer
+
+
+def test_recomputing_all_layers_adds_one_layers_activations_while_it_runs() -> None:
     memory, chunk = memory_of(), whole(0, 6)
     rebuilt = (6 * 208 // 2 + 6 * 16) - 6 * 8
-    assert memory.forward_transient(0, chunk, 0) == 0
-    assert memory.forward_transient(0, chunk, 2) == rebuilt
     backward = memory.backward_transient(0, chunk, 0)
-    assert memory.backward_transient(0, chunk, 2) == backward + rebuilt
+    assert memory.backward_transient(0, chunk, 3) == backward + rebuilt
+
+
+def test_a_recomputed_layer_below_a_kept_one_needs_nothing_more() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    for transient in (memory.forward_transient, memory.backward_transient):
+        assert transient(0, chunk, 2) == transient(0, chunk, 0)
+
+
+def test_a_forward_without_graph_has_the_widest_moment_of_the_mlp() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    assert memory.forward_transient(0, chunk, 0) == HIDDEN + HIDDEN
+    # residual and norm output, the former where the output will be, and three of 16 elements
+    assert memory.forward_transient(0, chunk, 3) == HIDDEN + HIDDEN + 3 * 3 * 16 * 2
 
 
 def test_logits_of_one_block_live_in_the_last_forward() -> None:
     chunk = whole(0, 6)  # three tokens on each rank
-    assert memory_of(block=2).forward_transient(1, chunk, 0) == 2 * 32 * (2 + 4)
-    assert memory_of(block=1024).forward_transient(1, chunk, 0) == 3 * 32 * (2 + 4)
-    assert memory_of(block=2).forward_transient(0, chunk, 0) == 0
+    head = 2 * HIDDEN + 3 * HIDDEN + 3 * 8 * 4 + 256 * 4  # buffers, final norm, weight gradient
+    assert memory_of(block=2).forward_transient(1, chunk, 0) == head + 2 * 32 * (2 + 4)
+    assert memory_of(block=1024).forward_transient(1, chunk, 0) == head + 3 * 32 * (2 + 4)
+    assert memory_of(block=2).forward_transient(0, chunk, 0) == 2 * HIDDEN
+    float32 = memory_of(replace(MODEL, dtype_bytes=4), block=2)  # no copies, no second gradient
+    assert float32.forward_transient(1, chunk, 0) == 2 * (5 * HIDDEN) + 2 * 32 * 4
 
 
 def test_logits_and_a_recomputed_layer_do_not_coincide() -> None:
     memory, chunk = memory_of(block=2), whole(0, 6)
-    rebuilt = memory.forward_transient(0, chunk, 1)
-    assert memory.forward_transient(1, chunk, 1) == max(rebuilt, 2 * 32 * 6)
+    assert memory.forward_transient(1, chunk, 1) == memory.forward_transient(1, chunk, 0)
 
 
 def test_backward_workspace_has_the_mlps_gradients_or_the_attentions() -> None:
     memory = memory_of()
-    mlp = 3 * 3 * 16 * 2  # three tokens a rank, gate, up and product
-    assert memory.backward_transient(0, whole(0, 6), 0) == 2 * 3 * 8 * 2 + mlp
-    far = Chunk((Slice(0, 100, 6, True),))
-    attention = 2 * 3 * 8 * 2 + (100 + 6) * 16  # query and output, K and V of all rows
-    assert memory.backward_transient(0, far, 0) == 2 * 3 * 8 * 2 + attention
-    # on the last stage the gradient that comes in is the one kept since F
-    assert memory.backward_transient(1, far, 0) == 1 * 3 * 8 * 2 + attention
+    mlp = 2 * 3 * 16 * 2  # three tokens a rank, two of gate, up and product
+    assert memory.backward_transient(0, whole(0, 6), 0) == HIDDEN + mlp
+    far = Chunk((Slice(0, 100, 6, False),))
+    # gradients of residual, output twice and query; K and V of all rows; the MLP's tensors gone
+    attention = 4 * HIDDEN + (100 + 6) * 16 - 3 * (2 * 8 + 3 * 16) * 2
+    assert memory.backward_transient(0, far, 0) == HIDDEN + attention
+
+
+def test_only_stages_with_an_earlier_one_send_gradients() -> None:
+    chunk = whole(0, 6)
+    three = memory_of(layout=Layout(3, 2, 1, (2, 1, 1)))
+    one = memory_of(layout=Layout(1, 2, 1, (4,)))
+    mlp = 2 * 3 * 16 * 2
+    found = [three.backward_transient(stage, chunk, 0) - mlp for stage in range(3)]
+    assert found == [HIDDEN, 2 * HIDDEN, 2 * HIDDEN]
+    assert one.backward_transient(0, chunk, 0) == mlp
+
+
+def test_a_tails_backward_has_one_layers_key_value_gradients_at_its_start() -> None:
+    memory = memory_of()
+    tail, middle = (Chunk((Slice(0, 4, 8, is_tail),)) for is_tail in (True, False))
+    absent = 2 * memory.kv_grad_bytes(4)  # of the two lower layers of three
+    without = memory.backward_transient(0, middle, 0)
+    assert memory.backward_transient(0, tail, 0) == without - absent
 
 
 def test_eq_8_whole_sequences_pile_up_until_their_backward() -> None:
@@ -207,17 +275,19 @@ def test_eq_8_whole_sequences_pile_up_until_their_backward() -> None:
 
 
 def test_eq_8_counts_the_stages_own_layers() -> None:
-    memory, order = memory_of(block=1), [(F, 0), (B, 0)]
+    memory, order = memory_of(replace(MODEL, vocab_size=1), block=1), [(F, 0), (B, 0)]
     chunk = whole(0, 6)
     saved, hidden = memory.saved_bytes(chunk), memory.output_bytes(chunk)
     for stage, layers in ((0, 3), (1, 1)):
-        expected = layers * saved + hidden + memory.backward_transient(stage, chunk, 0)
+        transients = (memory.forward_transient, memory.backward_transient)
+        expected = layers * saved + hidden + max(t(stage, chunk, 0) for t in transients)
         assert activations_peak(memory, stage, order, [chunk], [0]) == expected
 
 
 def test_eq_8_peaks_in_the_last_stages_forward_where_the_logits_outweigh_a_backward() -> None:
     memory, chunk = memory_of(), whole(0, 6)
-    expected = memory.held_bytes(1, chunk, 0) + 3 * 32 * (2 + 4)
+    expected = memory.held_bytes(1, chunk, 0) + memory.forward_transient(1, chunk, 0)
+    assert memory.forward_transient(1, chunk, 0) > memory.backward_transient(1, chunk, 0)
     assert activations_peak(memory, 1, [(F, 0), (B, 0)], [chunk], [0]) == expected
 
 
@@ -225,7 +295,8 @@ def test_the_arena_of_a_whole_sequence_is_there_from_the_first_slices_forward() 
     memory = memory_of()
     chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),))]
     only_first = activations_peak(memory, 0, [(F, 0)], chunks, [0, 0])
-    assert only_first == 3 * 12 * 16 + memory.held_bytes(0, chunks[0], 0)
+    transient = memory.forward_transient(0, chunks[0], 0)
+    assert only_first == 3 * 12 * 16 + memory.held_bytes(0, chunks[0], 0) + transient
 
 
 def test_key_value_gradients_are_there_from_the_tails_backward() -> None:
@@ -234,7 +305,8 @@ def test_key_value_gradients_are_there_from_the_tails_backward() -> None:
     arena, gradients = 3 * 12 * 16, 3 * 4 * 32
     held = [memory.held_bytes(0, c, 0) for c in chunks]
     forwards = [(F, 0), (F, 1)]
-    assert activations_peak(memory, 0, forwards, chunks, [0, 0]) == arena + sum(held)
+    forward = memory.forward_transient(0, chunks[1], 0)
+    assert activations_peak(memory, 0, forwards, chunks, [0, 0]) == arena + sum(held) + forward
     tail = memory.backward_transient(0, chunks[1], 0)
     assert (
         activations_peak(memory, 0, [*forwards, (B, 1)], chunks, [0, 0])
@@ -248,7 +320,7 @@ def test_key_value_gradients_are_made_once_for_all_slices_before_the_tail() -> N
     chunks.append(whole(1, 400))  # so big that the peak is at its forward
     order = [(F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (F, 3)]
     held = memory.held_bytes(0, chunks[0], 0) + memory.held_bytes(0, chunks[3], 0)
-    expected = 3 * 12 * 16 + 3 * 8 * 32 + held
+    expected = 3 * 12 * 16 + 3 * 8 * 32 + held + memory.forward_transient(0, chunks[3], 0)
     assert activations_peak(memory, 0, order, chunks, [0] * 4) == expected
 
 
@@ -274,7 +346,8 @@ def test_two_cut_sequences_have_an_arena_each() -> None:
     chunks = [Chunk((Slice(s, start, 4, start == 4),)) for s in (0, 1) for start in (0, 4)]
     order = [(F, 0), (F, 1), (F, 2)]
     held = sum(memory.held_bytes(0, c, 0) for c in chunks[:3])
-    assert activations_peak(memory, 0, order, chunks, [0] * 4) == 2 * 3 * 8 * 16 + held
+    expected = 2 * 3 * 8 * 16 + held + memory.forward_transient(0, chunks[2], 0)
+    assert activations_peak(memory, 0, order, chunks, [0] * 4) == expected
 
 
 def test_recomputing_all_layers_of_the_first_chunk_leaves_its_inputs_and_one_layer() -> None:
@@ -282,7 +355,7 @@ def test_recomputing_all_layers_of_the_first_chunk_leaves_its_inputs_and_one_lay
     order = [(F, 0), (F, 1), (B, 0), (B, 1)]
     hidden = 60 * 8
     expected = (
-        (3 * hidden + hidden)
+        (3 * hidden + memory.output_bytes(chunks[0]))
         + memory.held_bytes(0, chunks[1], 0)
         + (memory.saved_bytes(chunks[0]) - hidden)
         + memory.backward_transient(0, chunks[0], 0)
@@ -343,7 +416,9 @@ def test_eq_8_a_full_window_at_the_token_capacity_fits_every_stage_closely(
     for stage in range(4):
         chunks = [whole(i, capacity) for i in range(1, 4 - stage)]
         chunks += [Chunk((Slice(0, i * capacity, capacity, i == k - 1),)) for i in range(k)]
-        order = [(F, i) for i in range(len(chunks))] + [(B, len(chunks) - 1)]
+        order = [(F, i) for i in range(len(chunks))] + [
+            (B, i) for i in reversed(range(len(chunks)))
+        ]
         layers = [layout.stage_layers[stage]] * len(chunks)
         peaks.append(memory.peak_bytes(stage, order, chunks, layers))
     assert max(peaks) <= limit

@@ -125,7 +125,7 @@ def test_peaks_equal_the_memory_models_own_scan(
 
 @given(case=small_pipelines(), seed=st.integers(0, 2**16), share=st.floats(0.0, 1.0))
 @settings(deadline=None)
-def test_rows_hold_exactly_where_the_scan_fits_once_every_chunk_recomputes(
+def test_rows_hold_only_where_the_scan_fits_and_exactly_once_every_layer_is_recomputed(
     case: tuple[tuple[Chunk, ...], MemoryModel], seed: int, share: float
 ) -> None:
     chunks, memory = case
@@ -138,7 +138,7 @@ def test_rows_hold_exactly_where_the_scan_fits_once_every_chunk_recomputes(
     fits = bool((pipeline.peaks(recompute_counts(pipeline, variables)) <= limit).all())
     if _holds(rows, pipeline, variables):
         assert fits
-    elif variables.min() >= 1:
+    elif variables.min() >= most:
         assert not fits
 
 

@@ -1,0 +1,203 @@
+"""Predicted against measured peak bytes: random and planned steps of small models under the meter.
+
+A model's sizes are such that activations, not parameters, make the peak. Two differences are kept
+apart: of the model states between steps, and of everything a step adds to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.random_plans import random_plan
+from ds_infinipipe.planner.search import plan_batch
+from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.memory_meter import MemoryMeter, live_tensor_bytes
+from ds_infinipipe.runtime.selftest import engine_from_config
+
+__all__ = ["MemoryCase", "MemoryDifference", "compare_memory"]
+
+_PERSISTENT_PARAMETERS = 300  # norm weights stay whole, as in models of real size
+_BUCKET_ELEMENTS = 20_000
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """Model family, layout, precision, and the plans to run: random ones, then planned ones."""
+
+    model_type: str = "llama"
+    pp: int = 2
+    sp: int = 2
+    zero_stage: int = 3
+    is_bf16: bool = False
+    num_kv_heads: int = 2
+    num_layers: int = 4
+    random_plans: int = 3
+    planned: int = 1
+    hidden_size: int = 64
+    ffn_size: int = 160
+    num_heads: int = 4
+    vocab_size: int = 128
+    max_tokens: int = 1500
+    loss_block_tokens: int = 128
+    seed: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_bf16 else torch.float32
+
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON of the case."""
+        return {
+            "train_batch_size": 8,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1_000_000,
+            "bf16": {"enabled": self.is_bf16},
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "stage3_param_persistence_threshold": _PERSISTENT_PARAMETERS,
+                "reduce_bucket_size": _BUCKET_ELEMENTS,
+            },
+            "infinipipe": {
+                "model": {"config": self._hf_config(), "seed": self.seed},
+                "parallel": {"pp": self.pp, "sp": self.sp},
+                "planner": {"loss_block_tokens": self.loss_block_tokens},
+                "planning": {"asynchronous": False},
+            },
+        }
+
+    def _hf_config(self) -> dict[str, Any]:
+        return {
+            "model_type": self.model_type,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.hidden_size // self.num_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 4 * self.max_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class MemoryDifference:
+    """Bytes of one step on one stage; `states` between steps, `step` on top of them."""
+
+    stage: int
+    is_planned: bool
+    num_tokens: int
+    recomputed_share: float
+    measured_states: int
+    predicted_states: int
+    measured_step: int
+    predicted_step: int
+    by_kind: dict[str, int]
+
+    @property
+    def step_error(self) -> float:
+        """Relative to what was measured; positive where the model counts too much."""
+        return self.predicted_step / self.measured_step - 1.0
+
+    @property
+    def states_error(self) -> float:
+        """Relative to what was measured."""
+        return self.predicted_states / self.measured_states - 1.0
+
+
+def compare_memory(case: MemoryCase) -> list[MemoryDifference]:
+    """Run the case's steps on this rank of an initialised process group."""
+    foreign_bytes = live_tensor_bytes()
+    engine = engine_from_config(case.config(), case.dtype)
+    try:
+        steps = case.random_plans + case.planned
+        # the first step makes Adam's moments
+        _compare_step(engine, case, steps, foreign_bytes)
+        return [_compare_step(engine, case, step, foreign_bytes) for step in range(steps)]
+    finally:
+        engine.close()
+
+
+def _compare_step(
+    engine: InfiniPipeEngine, case: MemoryCase, step: int, foreign_bytes: int
+) -> MemoryDifference:
+    rng = np.random.default_rng([case.seed, step])
+    batch = _random_batch(case, rng)
+    is_planned = case.random_plans <= step < case.random_plans + case.planned
+    plan = _planned(engine, case, batch) if is_planned else _random(engine, case, batch, rng)
+    with MemoryMeter(engine) as meter:
+        engine.train_plan(plan, batch)
+    use, stage = meter.use, engine.stage_id
+    model = MemoryModel(
+        plan.model,
+        plan.layout,
+        zero_stage=plan.zero_stage,
+        loss_block_tokens=plan.loss_block_tokens,
+    )
+    # ZeRO-0 makes gradients in the first backward of a step, the model counts them as states; the
+    # reduction's bucket is a setting of DeepSpeed that the model does not know
+    gradients = _parameter_bytes(engine) if case.zero_stage == 0 else 0
+    bucket = _BUCKET_ELEMENTS * case.dtype.itemsize if case.zero_stage == 3 else 0
+    states = model.state_bytes[stage]
+    counts = [count for p in plan.pipelines for count in p.recompute[stage]]
+    return MemoryDifference(
+        stage=stage,
+        is_planned=is_planned,
+        num_tokens=plan.num_tokens,
+        recomputed_share=float(np.mean(counts)) / plan.layout.stage_layers[stage],
+        measured_states=use.start_bytes - foreign_bytes + gradients - bucket,
+        predicted_states=states,
+        measured_step=use.dynamic_bytes - gradients,
+        predicted_step=plan.predicted.peak_bytes[stage] - states,
+        by_kind={kind.value: count for kind, count in use.by_kind.items() if count},
+    )
+
+
+def _parameter_bytes(engine: InfiniPipeEngine) -> int:
+    return sum(p.nbytes for p in engine.module.parameters())
+
+
+def _random_batch(case: MemoryCase, rng: np.random.Generator) -> StepBatch:
+    lengths = rng.integers(case.max_tokens // 8, case.max_tokens + 1, size=int(rng.integers(2, 5)))
+    samples = [{"input_ids": rng.integers(0, case.vocab_size, size=int(n))} for n in lengths]
+    return StepBatch.from_samples(samples, 4 * case.max_tokens, case.vocab_size)
+
+
+def _random(
+    engine: InfiniPipeEngine, case: MemoryCase, batch: StepBatch, rng: np.random.Generator
+) -> Plan:
+    return random_plan(
+        batch.lengths,
+        rng,
+        model=engine.module.spec,
+        cluster=engine.settings.load_cluster(),
+        layout=engine.module.layout,
+        zero_stage=case.zero_stage,
+        loss_block_tokens=case.loss_block_tokens,
+    )
+
+
+def _planned(engine: InfiniPipeEngine, case: MemoryCase, batch: StepBatch) -> Plan:
+    """The planner's plan, under a limit of three quarters of what it takes without one."""
+
+    def plan(limit_bytes: float) -> Plan:
+        settings = engine.settings.planner.model_copy(
+            update={"memory_limit_gib": limit_bytes / 2**30}
+        )
+        return plan_batch(
+            batch.lengths,
+            model=engine.module.spec,
+            cluster=engine.settings.load_cluster(),
+            layout=engine.module.layout,
+            settings=settings,
+            zero_stage=case.zero_stage,
+        )
+
+    return plan(0.75 * max(plan(2.0**40).predicted.peak_bytes))
