@@ -121,7 +121,7 @@ class CostModel:
         self.coefficients = coefficients or analytic_coefficients(
             model, cluster, layout, zero_stage
         )
-        self._mean_layers = model.num_layers / layout.pp
+        self.mean_layers = model.num_layers / layout.pp
         self._p2p_token_s = p2p_token_s(model, layout, cluster)
         self._p2p_latency_s = cluster.p2p_latency_s
 
@@ -141,12 +141,12 @@ class CostModel:
     def backward_time(self, tokens: float, area: float) -> float:
         """Backward part of `total_time`."""
         times = self._layer_backward(np.asarray(tokens, float), np.asarray(area, float))
-        return float(self._mean_layers * times)
+        return float(self.mean_layers * times)
 
     def total_times(self, tokens: Floats, areas: Floats) -> Floats:
         """`total_time` of many chunks at once."""
         both = self._layer_forward(tokens, areas) + self._layer_backward(tokens, areas)
-        return np.asarray(self._mean_layers * both)
+        return np.asarray(self.mean_layers * both)
 
     def chunk_costs(self, chunks: Sequence[Chunk]) -> ChunkCosts:
         """Times of each chunk on each stage (Eq. 1-4) and of one recomputed layer (Eq. 11).

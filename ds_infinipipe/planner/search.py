@@ -15,6 +15,8 @@ from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
+from ds_infinipipe.planner.lean.assemble import assemble_lean
+from ds_infinipipe.planner.lean.search import search_lean
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.order import stage_operations, window_size
@@ -47,9 +49,10 @@ def plan_batch(
 ) -> Plan:
     """Plan one optimizer step over sequences of `lengths` tokens; verified before it is returned.
 
-    For every K up to the slice limit: chunks by Algorithm 1, pipelines by Eq. 14, recomputation by
-    Algorithm 2. The K with the smallest proxy of Eq. 13 plus steady work is executed, as in the
-    paper. The same arguments always give the same plan.
+    Mode `lean`: see lean/search.py; where no merged stream fits, as in paper mode with greedy
+    recomputation. Mode `paper`: for every K up to the slice limit, chunks by Algorithm 1, pipelines
+    by Eq. 14, recomputation by Algorithm 2. The K with the smallest proxy of Eq. 13 plus steady
+    work is executed, as in the paper. The same arguments always give the same plan.
 
     Raises DataError for an empty batch or a length below 1, InfeasiblePlanError where no plan fits
     the memory limit.
@@ -68,6 +71,15 @@ def plan_batch(
     question = Question(cost, memory, settings)
     check_states(question, limit_bytes, batch)
     deadline = Deadline.of(settings, batch, cost)
+    if settings.mode == "lean":
+        choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline)
+        if choice is not None:
+            plan = assemble_lean(
+                choice, batch, cost, cluster, memory, limit_bytes, settings, zero_stage, started_s
+            )
+            verify_plan(plan)
+            return plan
+        settings = settings.model_copy(update={"solver": "greedy"})
     source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
     chunkings: list[Chunking] = []
     found = _search(source, chunkings, deadline)

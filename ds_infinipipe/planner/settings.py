@@ -11,6 +11,7 @@ from ds_infinipipe.planner.specs import ClusterSpec
 __all__ = ["PlannerSettings"]
 
 _GIB = 2**30
+_LEAN_SLICES = 32
 _PositiveInt = Annotated[int, Field(ge=1)]
 _PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -22,8 +23,9 @@ class PlannerSettings(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
-    mode: Literal["paper"] = "paper"
-    """`paper`: one slice mesh for all, grouping by dynamic programming, Algorithm 2."""
+    mode: Literal["lean", "paper"] = "paper"
+    """`lean`: a mesh per sequence, balanced packing beside any slice, one stream, chosen by
+    simulation. `paper`: one mesh for all, grouping by dynamic programming, Algorithm 2."""
 
     memory_limit_gib: _PositiveFloat | Literal["auto"] = "auto"
     """Device memory a plan may use, GiB; "auto" takes the cluster's."""
@@ -32,13 +34,18 @@ class PlannerSettings(BaseModel):
     """Slice boundaries inside a cut sequence are multiples of lcm(sp, alignment), tokens."""
 
     max_slices: _PositiveInt | Literal["auto"] = "auto"
-    """Most slices the longest sequence is cut into; "auto" tries 1 to pp + 4."""
+    """Most slices the longest sequence is cut into; "auto" tries 1 to 32, in paper mode pp + 4."""
 
     recompute: Literal["adaptive", "none", "full"] = "adaptive"
     """Layers recomputed per stage and chunk: solved, never, or always all of them."""
 
     solver: Literal["cpsat", "greedy"] = "cpsat"
-    """`cpsat` solves Algorithm 2; `greedy` recomputes the same number of layers everywhere."""
+    """`cpsat` solves Algorithm 2 (lean mode: LPs); `greedy` recomputes the same number of layers
+    everywhere."""
+
+    recompute_lp: Literal["auto", "stage", "makespan"] = "auto"
+    """Lean mode's LPs: `stage` solves each stage alone, `makespan` all of them with the start
+    times, "auto" the latter too while chunks times stages are at most 6000."""
 
     relative_gap: float = Field(default=0.02, ge=0.0, lt=1.0)
     """CP-SAT stops within this fraction of its bound."""
@@ -67,5 +74,7 @@ class PlannerSettings(BaseModel):
         return int(self.memory_limit_gib * _GIB)
 
     def slice_limit(self, pp: int) -> int:
-        """Largest K that is tried; the paper's d_p + 4 for "auto"."""
-        return pp + 4 if self.max_slices == "auto" else self.max_slices
+        """Largest K that is tried; for "auto" 32, in paper mode the paper's d_p + 4."""
+        if self.max_slices != "auto":
+            return self.max_slices
+        return pp + 4 if self.mode == "paper" else _LEAN_SLICES

@@ -1,0 +1,1 @@
+"""Mode `lean`: per-sequence meshes, balanced packing into any slice, one merged stream."""

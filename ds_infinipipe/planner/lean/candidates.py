@@ -1,0 +1,140 @@
+"""Ways to chunk and order one batch, each with the time it takes without recomputation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel
+from ds_infinipipe.planner.deadline import Deadline
+from ds_infinipipe.planner.lean.mesh import cut_batch
+from ds_infinipipe.planner.lean.packing import (
+    PackedBatch,
+    SortedBatch,
+    StreamShape,
+    pack_batch,
+    stage_rates,
+)
+from ds_infinipipe.planner.lean.stream import build_stream, simulate_s, stream_costs
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.schedule_arrays import ScheduleArrays
+from ds_infinipipe.planner.settings import PlannerSettings
+
+__all__ = ["LeanCandidate", "list_candidates"]
+
+FloatArray: TypeAlias = NDArray[np.float64]
+
+_RAMP_SHORT = StreamShape(lead=(0.3, 0.6), trail=(0.75, 0.5, 0.25), growth=1.0)
+_RAMP_LONG = StreamShape(lead=(0.1, 0.2, 0.4, 0.8), trail=(0.67, 0.45, 0.3, 0.2), growth=1.0)
+_SHAPES = (StreamShape(), _RAMP_SHORT, _RAMP_LONG)
+_TOKEN_FACTORS = (1.0, 1.4, math.inf)
+_COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+_TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short ones
+
+
+@dataclass(frozen=True, eq=False)
+class LeanCandidate:
+    """A packed batch in its stream; `bound_s` is the makespan with nothing recomputed.
+
+    `k` is the slices of the longest sequence that were asked for.
+    """
+
+    k: int
+    packed: PackedBatch
+    schedule: ScheduleArrays
+    costs: ChunkCosts
+    bound_s: float
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What all candidates of a batch share."""
+
+    batch: SortedBatch
+    cost: CostModel
+    memory: MemoryModel
+    limit_bytes: int
+    settings: PlannerSettings
+    rates: FloatArray
+    typical_token_s: float
+
+    @property
+    def sp(self) -> int:
+        return self.cost.layout.sp
+
+    def targets(self) -> Iterator[tuple[int, float]]:
+        """(K, target time) of chunks: the longest sequence's K-th part, or several of it."""
+        longest_s, total_s = float(self.batch.whole_s[0]), float(self.batch.work_s.sum())
+        multiple = 2.0 ** math.floor(math.log2(max(1.0, total_s / longest_s)))
+        while multiple > 1.0:
+            yield 1, longest_s * multiple
+            multiple /= math.sqrt(2.0)
+        most = self.settings.slice_limit(self.cost.layout.pp)
+        for k in range(1, most + 1):
+            yield k, longest_s / k
+
+    def token_limits(self, k: int, target_s: float) -> list[int]:
+        """T_m in multiples of sp: what memory holds, and what makes packs of equal time."""
+        largest = int(self.batch.lengths.sum())
+        given = self.settings.token_limit
+        if given != "auto":
+            return [max(self.sp, given // self.sp * self.sp)]
+        capacity = self.memory.token_capacity(k, self.limit_bytes)
+        limits = []
+        for factor in _TOKEN_FACTORS:
+            tokens = int(min(capacity, factor * target_s / self.typical_token_s, largest + self.sp))
+            limits.append(max(self.sp, tokens // self.sp * self.sp))
+        return sorted(set(limits))
+
+    def candidate(
+        self, k: int, target_s: float, max_tokens: int, shape: StreamShape
+    ) -> LeanCandidate:
+        unit = math.lcm(self.sp, self.settings.alignment)
+        most = self.settings.slice_limit(self.cost.layout.pp)
+        mesh = cut_batch(self.batch, self.cost, target_s, max_tokens, most, unit)
+        packed = pack_batch(self.batch, mesh, self.rates, target_s, max_tokens, shape)
+        schedule = build_stream(packed, self.cost.layout.pp, shape.growth, shape.extra)
+        costs = stream_costs(packed, self.cost)
+        return LeanCandidate(k, packed, schedule, costs, simulate_s(schedule, costs))
+
+
+def list_candidates(
+    lengths: Sequence[int],
+    cost: CostModel,
+    memory: MemoryModel,
+    limit_bytes: int,
+    settings: PlannerSettings,
+    deadline: Deadline,
+) -> list[LeanCandidate]:
+    """All that were tried until the deadline, least bound first; at least one."""
+    batch = SortedBatch.of(lengths, cost)
+    space = _Space(
+        batch,
+        cost,
+        memory,
+        limit_bytes,
+        settings,
+        stage_rates(cost),
+        _typical_token_s(batch, cost),
+    )
+    found: list[LeanCandidate] = []
+    for k, target_s in space.targets():
+        for max_tokens in space.token_limits(k, target_s):
+            for shape in _SHAPES:
+                if found and deadline.is_over:
+                    break
+                found.append(space.candidate(k, target_s, max_tokens, shape))
+    return sorted(found, key=lambda c: c.bound_s)
+
+
+def _typical_token_s(batch: SortedBatch, cost: CostModel) -> float:
+    """Time of a token in a pack of sequences of mean length, the longest ones left out."""
+    mean = float(batch.lengths[int(batch.lengths.size * (1 - _TYPICAL_SHARE)) :].mean())
+    c = cost.coefficients
+    quadratic_s = (c.attention_forward_s + c.attention_backward_s) * mean
+    return cost.mean_layers * (3 * c.linear_s + 2 * c.all2all_s + quadratic_s)

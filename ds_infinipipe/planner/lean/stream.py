@@ -1,0 +1,83 @@
+"""One merged stream of all chunks under windows that shrink, and how long it takes."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel
+from ds_infinipipe.planner.lean.packing import PackedBatch
+from ds_infinipipe.planner.schedule_arrays import (
+    ScheduleArrays,
+    load_kernels,
+    simulate_schedule,
+)
+
+__all__ = ["build_stream", "simulate_s", "stream_costs", "stream_windows"]
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+def stream_windows(packed: PackedBatch, pp: int, growth: float, extra: int) -> IntArray:
+    """Chunks in flight before each backward, [pp, chunks].
+
+    w(p, j) = pp - 1 - p + m(j) + extra, never more than Eq. 7 allows. m(j) is the slices of the
+    sequence at position j, or what lets m grow by `growth` a backward until a later one needs it.
+    The last stage holds a whole sequence before its tail's backward and no stage less than the
+    next one, so nothing deadlocks.
+    """
+    head_room = np.arange(pp - 1, -1, -1, dtype=np.int64)[:, None]
+    slope = growth * np.arange(packed.num_chunks)
+    later = np.maximum.accumulate((packed.slices - slope)[::-1])[::-1] + slope
+    needed = np.ceil(later - 1e-9).astype(np.int64)
+    ahead = [needed]
+    for _ in range(pp - 1):  # a stage must have issued what the next one is about to need
+        following = np.append(ahead[-1][1:], 0)
+        ahead.append(np.maximum(ahead[-1], following))
+    windows = head_room + np.array(ahead[::-1]) + extra
+    return np.asarray(np.minimum(windows, head_room + packed.slices.max()))
+
+
+def build_stream(packed: PackedBatch, pp: int, growth: float, extra: int) -> ScheduleArrays:
+    """F and B of all stages; blocks run backward in the order they ran forward (Eq. 16)."""
+    forward = np.arange(packed.num_chunks, dtype=np.int64)
+    backward = _reverse_blocks(packed.slices)
+    windows = np.ascontiguousarray(stream_windows(packed, pp, growth, extra))
+    operations, stage, position = load_kernels().build_operations(forward, backward, windows)
+    if stage >= 0:
+        raise ScheduleError(
+            f"stage {stage}: a window of {windows[stage, position]} chunks reaches "
+            f"B{backward[position]} before its F"
+        )
+    return ScheduleArrays(operations, forward, backward)
+
+
+def _reverse_blocks(slices: IntArray) -> IntArray:
+    """Chunk ids in backward order; `slices` are by chunk, a block's chunks follow each other."""
+    at = np.arange(slices.size, dtype=np.int64)
+    first = np.zeros(slices.size, dtype=np.int64)
+    index = 0
+    while index < slices.size:
+        count = int(slices[index])
+        if count == 1:
+            following = np.flatnonzero(slices[index:] != 1)
+            count = int(following[0]) if following.size else slices.size - index
+            first[index : index + count] = 2 * at[index : index + count]
+        else:
+            first[index : index + count] = 2 * index + count - 1
+        index += count
+    return first - at
+
+
+def stream_costs(packed: PackedBatch, cost: CostModel) -> ChunkCosts:
+    return cost.size_costs(*packed.padded_sizes(cost.layout.sp))
+
+
+def simulate_s(
+    schedule: ScheduleArrays, costs: ChunkCosts, counts: IntArray | None = None
+) -> float:
+    """Makespan, with stage p recomputing counts[p, k] layers of chunk k (none)."""
+    return simulate_schedule(schedule, costs, counts).makespan_s
