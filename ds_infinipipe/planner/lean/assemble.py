@@ -9,7 +9,6 @@ from ds_infinipipe.planner.lean.bounds import lower_bound_s
 from ds_infinipipe.planner.lean.search import LeanChoice
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.memory_arrays import MemoryArrays
 from ds_infinipipe.planner.schedule_arrays import simulate_schedule
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec
@@ -38,7 +37,8 @@ def assemble_lean(
         int(choice.candidate.packed.slices.max()),
     )
     simulated = simulate_schedule(schedule, choice.candidate.costs, choice.counts)
-    peaks = MemoryArrays(memory, choice.chunks).peaks(schedule, choice.counts)
+    peaks = choice.arrays.peaks(schedule, choice.counts)
+    chunks = choice.candidate.packed.chunks(memory.layout.sp)
     bound_s = lower_bound_s(lengths, cost)
     return Plan(
         model=memory.model,
@@ -47,9 +47,9 @@ def assemble_lean(
         lengths=lengths,
         alignment=settings.alignment,
         memory_limit_bytes=limit_bytes,
-        chunks=choice.chunks,
+        chunks=chunks,
         pipelines=(pipeline,),
-        streams=lower_plan((pipeline,), choice.chunks, memory.layout, schedule.as_operations()),
+        streams=lower_plan((pipeline,), chunks, memory.layout, schedule.as_operations()),
         predicted=Prediction(
             simulated.makespan_s, simulated.bubble_ratio, tuple(int(p) for p in peaks)
         ),

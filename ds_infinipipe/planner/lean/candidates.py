@@ -45,6 +45,7 @@ class LeanCandidate:
     """
 
     k: int
+    shape: StreamShape
     packed: PackedBatch
     schedule: ScheduleArrays
     costs: ChunkCosts
@@ -100,7 +101,7 @@ class _Space:
         packed = pack_batch(self.batch, mesh, self.rates, target_s, max_tokens, shape)
         schedule = build_stream(packed, self.cost.layout.pp, shape.growth, shape.extra)
         costs = stream_costs(packed, self.cost)
-        return LeanCandidate(k, packed, schedule, costs, simulate_s(schedule, costs))
+        return LeanCandidate(k, shape, packed, schedule, costs, simulate_s(schedule, costs))
 
 
 def list_candidates(

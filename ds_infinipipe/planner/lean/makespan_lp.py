@@ -25,20 +25,18 @@ _TIE = 1e-3  # weight of the recompute time itself: least among equal makespans
 
 
 def solve_makespan(
-    arrays: MemoryArrays, schedule: ScheduleArrays, costs: ChunkCosts, limit_bytes: int
+    arrays: MemoryArrays,
+    rows: tuple[StageRows, ...],
+    schedule: ScheduleArrays,
+    costs: ChunkCosts,
 ) -> IntArray | None:
-    """Counts [pp, chunks] that fit and nearly minimise the makespan; None where none fit.
+    """Counts [pp, chunks] that keep the rows and nearly minimise the makespan.
 
     Recomputation goes where stages would idle. The LP has free counts per stage and chunk and the
-    start of every operation; counts are then rounded and repaired.
+    start of every operation; counts are then rounded and repaired. None if HiGHS gives up.
     """
-    rows = arrays.rows(schedule, limit_bytes)
-    if rows is None:
-        return None
     point = _Problem(schedule, costs).solve(arrays, rows)
-    if point is None:
-        return None
-    return round_point(arrays, rows, point, costs.recompute_s)
+    return None if point is None else round_point(arrays, rows, point, costs.recompute_s)
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,6 +95,24 @@ class PackedBatch:
         tokens = (self.tokens + padding).astype(np.float64)
         return tokens, (self.areas + padding**2).astype(np.float64)
 
+    def outlines(self, sp: int) -> tuple[Chunk, ...]:
+        """Chunks of equal sizes, and so bytes, with one stand-in for all shorts of a chunk."""
+        rest = self.tokens - self.length
+        outlines = []
+        for sequence, start, length, is_tail, whole, padding in zip(
+            self.sequence.tolist(),
+            self.start.tolist(),
+            self.length.tolist(),
+            self.is_tail.tolist(),
+            rest.tolist(),
+            (-self.tokens % sp).tolist(),
+            strict=True,
+        ):
+            pieces = [Slice(sequence, start, length, is_tail)] if sequence >= 0 else []
+            pieces += [Slice(-1, 0, whole, True)] if whole else []
+            outlines.append(Chunk(tuple(pieces), padding))
+        return tuple(outlines)
+
     def chunks(self, sp: int) -> tuple[Chunk, ...]:
         """The same as Chunk objects."""
         contents: list[list[Slice]] = [[] for _ in range(self.num_chunks)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,50 +15,52 @@ from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.lean.candidates import LeanCandidate, list_candidates
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
-from ds_infinipipe.planner.lean.stage_lp import solve_stages
+from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
 from ds_infinipipe.planner.lean.stream import simulate_s
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.memory_arrays import MemoryArrays
+from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
 from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.types import Chunk
 
 __all__ = ["LeanChoice", "search_lean"]
 
 IntArray: TypeAlias = NDArray[np.int64]
 
-_LOGGER = logging.getLogger(__name__)
-_MOST_SOLVES = 4
-_MOST_MEASURED = 24
+_MOST_SOLVES = 3
+_MOST_FIRST = 4
+_MOST_MEASURED = 14
 _MAKESPAN_SIZE = 6000
 
 
 @dataclass(frozen=True, eq=False)
 class LeanChoice:
-    """A candidate with counts [pp, chunks] that fits, and its makespan."""
+    """A candidate with counts [pp, chunks] that fits, its makespan, and its memory."""
 
     candidate: LeanCandidate
-    chunks: tuple[Chunk, ...]
     counts: IntArray
     makespan_s: float
+    arrays: MemoryArrays
     note: str = ""
 
 
 class _Measured:
-    """A candidate with its memory, asked for when needed."""
+    """A candidate with its memory."""
 
     def __init__(self, candidate: LeanCandidate, memory: MemoryModel, limit_bytes: int) -> None:
         self.candidate = candidate
         self.limit_bytes = limit_bytes
-        self.chunks = candidate.packed.chunks(memory.layout.sp)
-        self.arrays = MemoryArrays(memory, self.chunks)
+        self.arrays = MemoryArrays(memory, candidate.packed.outlines(memory.layout.sp))
 
     def fits(self, counts: IntArray | None = None) -> bool:
         peaks = self.arrays.peaks(self.candidate.schedule, counts)
         return bool((peaks <= self.limit_bytes).all())
 
-    @cached_property
-    def all_layers(self) -> IntArray:
-        return np.repeat(self.arrays.layers[:, None], self.candidate.packed.num_chunks, axis=1)
+    def equal_counts(self, layers: int) -> IntArray:
+        counts = np.minimum(layers, self.arrays.layers)[:, None]
+        return np.repeat(counts, self.candidate.packed.num_chunks, axis=1)
+
+    @property
+    def all_layers(self) -> int:
+        return int(self.arrays.layers.max())
 
     def choice(self, counts: IntArray | None) -> LeanChoice | None:
         """None where the counts do not fit in the exact scan."""
@@ -67,26 +69,37 @@ class _Measured:
         makespan_s = self.candidate.bound_s
         if counts.any():
             makespan_s = simulate_s(self.candidate.schedule, self.candidate.costs, counts)
-        return LeanChoice(self.candidate, self.chunks, counts, makespan_s)
+        return LeanChoice(self.candidate, counts, makespan_s, self.arrays)
+
+    @cached_property
+    def rows(self) -> tuple[StageRows, ...] | None:
+        return self.arrays.rows(self.candidate.schedule, self.limit_bytes)
+
+    def round_up(self) -> LeanChoice | None:
+        """Without an LP: rows repaired one after the other."""
+        if self.rows is None:
+            return None
+        recompute_s = self.candidate.costs.recompute_s
+        nothing = np.zeros(self.arrays.entered.shape)
+        return self.choice(round_point(self.arrays, self.rows, nothing, recompute_s))
 
     def solve_stages(self) -> LeanChoice | None:
-        candidate = self.candidate
-        recompute_s = candidate.costs.recompute_s
-        counts = solve_stages(self.arrays, candidate.schedule, recompute_s, self.limit_bytes)
-        return self.choice(counts)
+        if self.rows is None:
+            return None
+        recompute_s = self.candidate.costs.recompute_s
+        return self.choice(solve_stages(self.arrays, self.rows, recompute_s))
 
     def solve_makespan(self) -> LeanChoice | None:
+        if self.rows is None:
+            return None
         candidate = self.candidate
-        counts = solve_makespan(self.arrays, candidate.schedule, candidate.costs, self.limit_bytes)
+        counts = solve_makespan(self.arrays, self.rows, candidate.schedule, candidate.costs)
         return self.choice(counts)
 
     def uniform(self) -> LeanChoice | None:
-        """The smallest equal count that fits; all layers where only that does."""
-        for layers in range(int(self.arrays.layers.max()) + 1):
-            counts = np.minimum(layers, self.all_layers)
-            if self.fits(counts):
-                return self.choice(counts)
-        return None
+        """The smallest equal count that fits."""
+        counts = (self.equal_counts(layers) for layers in range(self.all_layers + 1))
+        return next((c for c in map(self.choice, counts) if c is not None), None)
 
 
 def search_lean(
@@ -97,21 +110,20 @@ def search_lean(
     settings: PlannerSettings,
     deadline: Deadline,
 ) -> LeanChoice | None:
-    """Best first by the time without recomputation, which no recomputation can beat.
+    """Least simulated time among the candidates that fit; None where no merged stream does.
 
-    The search ends where that time is no better than a plan at hand, or at the first that fits as
-    it is. None where no merged stream fits.
+    The time without recomputation bounds a candidate from below. Those of least bound are measured
+    first; where none of them fits as it is, the best of every K too. Recomputation is estimated by
+    rounding, then solved for the most promising.
     """
     candidates = list_candidates(lengths, cost, memory, limit_bytes, settings, deadline)
     search = _Search(memory, limit_bytes, settings, deadline)
     best = search.best_first(candidates)
-    if best is None:
-        best = search.any_that_fits(candidates)
-    return best
+    return search.first_that_fits(candidates) if best is None else best
 
 
 class _Search:
-    """Counts what was tried."""
+    """Measures and solves candidates, and keeps the best."""
 
     def __init__(
         self,
@@ -124,56 +136,78 @@ class _Search:
         self.limit_bytes = limit_bytes
         self.settings = settings
         self.deadline = deadline
+        self.best: LeanChoice | None = None
+
+    @property
+    def best_s(self) -> float:
+        return math.inf if self.best is None else self.best.makespan_s
+
+    def keep(self, choice: LeanChoice | None) -> LeanChoice | None:
+        if choice is not None and choice.makespan_s < self.best_s:
+            self.best = choice
+        return choice
 
     def best_first(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
-        best: LeanChoice | None = None
-        num_solved = 0
-        for candidate in candidates[:_MOST_MEASURED]:
-            if best is not None and candidate.bound_s >= best.makespan_s:
-                break
-            if self.deadline.is_over:
+        tight: list[tuple[float, int, _Measured]] = []
+        for candidate in _promising(candidates):
+            if candidate.bound_s >= self.best_s or self.deadline.is_over:
                 break
             measured = _Measured(candidate, self.memory, self.limit_bytes)
-            if self.settings.recompute != "full" and measured.fits():
-                return measured.choice(np.zeros_like(measured.all_layers))
-            if self.settings.recompute == "none" or num_solved >= _MOST_SOLVES:
-                continue
-            choice = self.recomputed(measured)
-            num_solved += 1
-            if choice is not None and (best is None or choice.makespan_s < best.makespan_s):
-                best = choice
-        return best
+            if self.settings.recompute == "full":
+                self.keep(measured.choice(measured.equal_counts(measured.all_layers)))
+            elif measured.fits():
+                self.keep(measured.choice(measured.equal_counts(0)))
+            elif self.settings.recompute == "adaptive":
+                estimate = self.keep(self._estimate(measured))
+                if estimate is not None:
+                    tight.append((estimate.makespan_s, len(tight), measured))
+        if self.settings.solver != "greedy":
+            self._solve(tight)
+        return self.best
 
-    def recomputed(self, measured: _Measured) -> LeanChoice | None:
-        if self.settings.recompute == "full":
-            return measured.choice(measured.all_layers)
-        if self.settings.solver == "greedy":
-            return measured.uniform()
-        choice = measured.solve_stages()
-        size = measured.candidate.costs.forward_s.size
-        wanted = self.settings.recompute_lp
-        if choice is None or wanted == "stage" or (wanted == "auto" and size > _MAKESPAN_SIZE):
-            return choice
-        other = measured.solve_makespan()
-        if other is None or other.makespan_s >= choice.makespan_s:
-            return choice
-        return other
+    def _estimate(self, measured: _Measured) -> LeanChoice | None:
+        return measured.uniform() if self.settings.solver == "greedy" else measured.round_up()
 
-    def any_that_fits(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
-        """The least time among all candidates that fit somehow, with equal counts if need be."""
-        best: LeanChoice | None = None
+    def _solve(self, tight: Sequence[tuple[float, int, _Measured]]) -> None:
+        chosen = [measured for _, _, measured in sorted(tight)[:_MOST_SOLVES]]
+        for measured in chosen:
+            if self._is_worth(measured):
+                self.keep(measured.solve_stages())
+        if self.settings.recompute_lp == "stage":
+            return
+        size = 0
+        for measured in chosen:
+            size += measured.arrays.entered.size
+            if self.settings.recompute_lp == "auto" and size > _MAKESPAN_SIZE:
+                break
+            if self._is_worth(measured):
+                self.keep(measured.solve_makespan())
+
+    def _is_worth(self, measured: _Measured) -> bool:
+        return measured.candidate.bound_s < self.best_s and not self.deadline.is_over
+
+    def first_that_fits(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
+        """Whatever fits, with equal counts if need be; also after the deadline."""
         for candidate in candidates:
-            if best is not None and (candidate.bound_s >= best.makespan_s or self.deadline.is_over):
-                break
             measured = _Measured(candidate, self.memory, self.limit_bytes)
-            choice = self._fitting(measured)
-            if choice is not None and (best is None or choice.makespan_s < best.makespan_s):
-                best = choice
-        return best
+            if self.settings.recompute == "none":
+                choice = measured.choice(measured.equal_counts(0))
+            elif self.settings.recompute == "full":
+                choice = measured.choice(measured.equal_counts(measured.all_layers))
+            else:
+                choice = measured.round_up() or measured.uniform()
+            if choice is not None:
+                return choice
+        return None
 
-    def _fitting(self, measured: _Measured) -> LeanChoice | None:
-        if self.settings.recompute == "none":
-            return measured.choice(np.zeros_like(measured.all_layers))
-        if self.settings.recompute == "full":
-            return measured.choice(measured.all_layers)
-        return measured.uniform()
+
+def _promising(candidates: Sequence[LeanCandidate]) -> list[LeanCandidate]:
+    """The first few, and the first of every K and start of the stream; least bound first."""
+    chosen: list[LeanCandidate] = []
+    seen: set[tuple[int, bool]] = set()
+    for candidate in candidates:
+        kind = candidate.k, candidate.shape.growth > 0
+        if len(chosen) < _MOST_FIRST or (kind not in seen and len(chosen) < _MOST_MEASURED):
+            chosen.append(candidate)
+            seen.add(kind)
+    return chosen

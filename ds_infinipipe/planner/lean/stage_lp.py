@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
-from ds_infinipipe.planner.schedule_arrays import ScheduleArrays
 
 __all__ = ["round_point", "solve_stages"]
 
@@ -21,16 +20,13 @@ _LP_UNIT = 2.0**-20  # rows in MiB: HiGHS tolerances are absolute
 
 
 def solve_stages(
-    arrays: MemoryArrays, schedule: ScheduleArrays, recompute_s: FloatArray, limit_bytes: int
-) -> IntArray | None:
-    """Counts [pp, chunks] of least recompute time on every stage; None where none fit.
+    arrays: MemoryArrays, rows: tuple[StageRows, ...], recompute_s: FloatArray
+) -> IntArray:
+    """Counts [pp, chunks] of least recompute time on every stage.
 
     `recompute_s` [chunks] is the time of one layer. An LP per stage over its exact rows, rounded
     and repaired.
     """
-    rows = arrays.rows(schedule, limit_bytes)
-    if rows is None:
-        return None
     points = [
         _solve_stage(part, arrays.saving, recompute_s, int(layers))
         for part, layers in zip(rows, arrays.layers, strict=True)

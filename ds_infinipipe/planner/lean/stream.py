@@ -44,7 +44,7 @@ def stream_windows(packed: PackedBatch, pp: int, growth: float, extra: int) -> I
 def build_stream(packed: PackedBatch, pp: int, growth: float, extra: int) -> ScheduleArrays:
     """F and B of all stages; blocks run backward in the order they ran forward (Eq. 16)."""
     forward = np.arange(packed.num_chunks, dtype=np.int64)
-    backward = _reverse_blocks(packed.slices)
+    backward = _reverse_blocks(packed)
     windows = np.ascontiguousarray(stream_windows(packed, pp, growth, extra))
     operations, stage, position = load_kernels().build_operations(forward, backward, windows)
     if stage >= 0:
@@ -55,21 +55,12 @@ def build_stream(packed: PackedBatch, pp: int, growth: float, extra: int) -> Sch
     return ScheduleArrays(operations, forward, backward)
 
 
-def _reverse_blocks(slices: IntArray) -> IntArray:
-    """Chunk ids in backward order; `slices` are by chunk, a block's chunks follow each other."""
-    at = np.arange(slices.size, dtype=np.int64)
-    first = np.zeros(slices.size, dtype=np.int64)
-    index = 0
-    while index < slices.size:
-        count = int(slices[index])
-        if count == 1:
-            following = np.flatnonzero(slices[index:] != 1)
-            count = int(following[0]) if following.size else slices.size - index
-            first[index : index + count] = 2 * at[index : index + count]
-        else:
-            first[index : index + count] = 2 * index + count - 1
-        index += count
-    return first - at
+def _reverse_blocks(packed: PackedBatch) -> IntArray:
+    """Chunk ids in backward order: slices of a sequence, which follow each other, reversed."""
+    at = np.arange(packed.num_chunks, dtype=np.int64)
+    first = np.where((packed.sequence < 0) | (packed.start == 0), at, 0)
+    first = np.maximum.accumulate(first)
+    return 2 * first + packed.slices - 1 - at
 
 
 def stream_costs(packed: PackedBatch, cost: CostModel) -> ChunkCosts:
