@@ -34,7 +34,7 @@ from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
-from ds_infinipipe.runtime.p2p import Channel, transport_reason
+from ds_infinipipe.runtime.p2p import Channels, transport_reason
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
@@ -73,7 +73,13 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         wanted = self.settings.runtime.attention
         self.attention_impl = resolve_attention(wanted, self.device, model.dtype)
         check_alignment(self.device, model.dtype, self.attention_impl)
-        self._make_channels()
+        self.channels = Channels.between_stages(
+            self.grid,
+            self.stage_id,
+            self.num_stages,
+            timedelta(seconds=self.settings.runtime.timeout_s),
+            self.settings.debug.verify_p2p,
+        )
         self._plans = self._make_plan_service()
         self._feed: BatchFeed | None = None
         self._step: StepState | None = None
@@ -148,7 +154,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self.module.eval()
         forward = schedule.EvaluateChunk
         self._exec_schedule(schedule.PlanSchedule(step.plan, self.stage_id, forward))
-        self.drain()
+        self.channels.drain()
         step.check_complete()
         self.module.train()
         self._step = None
@@ -219,23 +225,26 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self._step.entered_s = time.monotonic()
         return self._step
 
+    def upcoming_layer(self, position: int) -> int | None:
+        """The layer that the next compute instruction of the stream starts with."""
+        assert self._step is not None
+        for instruction in self._step.plan.streams[self.stage_id][position + 1 :]:
+            if (layer := self.executor.entry_layer(instruction.op)) is not None:
+                return layer
+        return None
+
     def _activity(self) -> Activity | None:
         step = self._step
         return None if step is None else Activity(self._whereabouts(step), step.entered_s)
 
     def _whereabouts(self, step: StepState) -> str:
-        neighbours = sorted({c.peer for c in self._channels()} - {self.global_rank})
+        neighbours = self.channels.neighbours(self.global_rank)
         return (
             f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank}) at "
             f"instruction {step.position} '{step.instruction}' of step {self.global_steps}; its "
             f"neighbours in the pipeline are ranks {neighbours}, its stage is ranks "
             f"{self.grid.sequence_ranks}"
         )
-
-    def drain(self) -> None:
-        """Wait until all sent tensors have left."""
-        self.activations_out.drain()
-        self.gradients_out.drain()
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -259,20 +268,6 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             shards = dist.get_world_size(group=pg)
             return Zero3Sharding(self.optimizer, layers, shards, replica_pg)
         return ReplicatedSharding(layers, pg, replica_pg)
-
-    def _make_channels(self) -> None:
-        timeout = timedelta(seconds=self.settings.runtime.timeout_s)
-        verify = self.settings.debug.verify_p2p
-
-        def channel(name: str, stage: int, pg: Any) -> Channel:
-            inside = min(max(stage, 0), self.num_stages - 1)  # unused at the ends of the pipeline
-            return Channel(name, self.grid.peer(inside), pg, timeout, verify)
-
-        forward_pg, backward_pg = self.grid.forward_pg, self.grid.backward_pg
-        self.activations_in = channel("activation", self.stage_id - 1, forward_pg)
-        self.activations_out = channel("activation", self.stage_id + 1, forward_pg)
-        self.gradients_in = channel("gradient", self.stage_id + 1, backward_pg)
-        self.gradients_out = channel("gradient", self.stage_id - 1, backward_pg)
 
     def _make_plan_service(self) -> PlanService:
         task = self.planning_task = PlanningTask(
@@ -358,8 +353,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         where = self._whereabouts(step)
         self._step = None
         self.executor.abandon()
-        for channel in self._channels():
-            channel.abandon()
+        self.channels.abandon()
         if isinstance(error, PeerTimeoutError):
             reason = str(error)
         elif _is_peer_failure(error):
@@ -371,14 +365,6 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         raise PeerTimeoutError(
             f"{reason}. This is {where}; look at the first rank that failed"
         ) from error
-
-    def _channels(self) -> Iterator[Channel]:
-        yield from (
-            self.activations_in,
-            self.activations_out,
-            self.gradients_in,
-            self.gradients_out,
-        )
 
     def close(self) -> None:
         """End the planning worker and the watchdog."""

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer, HeadLayer
+from ds_infinipipe.planner.types import Op
 from ds_infinipipe.runtime.sharding import Sharding
 
 __all__ = ["ChunkInput", "StageExecutor"]
@@ -78,17 +79,32 @@ class StageExecutor:
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         self.recomputed_layers = 0
 
-    def forward(self, chunk: int, given: ChunkInput, recompute: int) -> torch.Tensor | None:
+    def entry_layer(self, op: Op) -> int | None:
+        """The layer that a compute instruction starts with; None for other instructions.
+
+        The head is done when its forward is, so a backward starts below it.
+        """
+        if op is Op.FORWARD:
+            return 0
+        if op is Op.BACKWARD:
+            return len(self._layers) - 1 - isinstance(self._layers[-1], HeadLayer)
+        return None
+
+    def forward(
+        self, chunk: int, given: ChunkInput, recompute: int, following: int | None = None
+    ) -> torch.Tensor | None:
         """Run a chunk; the first `recompute` decoder layers keep only their input.
 
-        Returns the stage's output `[1, T, E]`, or None on the last stage, where the loss and its
-        gradient are computed at once.
+        `following` is the layer the stage needs next, which is gathered meanwhile. Returns the
+        stage's output `[1, T, E]`, or None on the last stage, where the loss and its gradient are
+        computed at once.
         """
         record = self._in_flight[chunk] = _InFlight(given.context)
         hidden = given.hidden_1TE
         decoders = 0
         for index, layer in enumerate(self._layers):
-            self._fetch(index, index + 1)
+            upcoming = index + 1 if index + 1 < len(self._layers) else following
+            self._fetch(index, upcoming)
             if isinstance(layer, EmbeddingLayer):
                 assert given.ids_T is not None
                 hidden = self._embed(record, index, given.ids_T)
@@ -100,7 +116,7 @@ class StageExecutor:
                 assert hidden is not None
                 hidden = self._decode(record, index, hidden, keep=decoders >= recompute)
                 decoders += 1
-            self._sharding.release(index)
+            self._release(index, upcoming)
         return hidden
 
     @torch.no_grad()
@@ -111,7 +127,7 @@ class StageExecutor:
         """
         hidden = given.hidden_1TE
         for index, layer in enumerate(self._layers):
-            self._fetch(index, index + 1)
+            self._fetch(index, index + 1 if index + 1 < len(self._layers) else None)
             if isinstance(layer, EmbeddingLayer):
                 hidden = layer(given.ids_T)
             elif isinstance(layer, HeadLayer):
@@ -123,17 +139,23 @@ class StageExecutor:
         assert hidden is not None
         return hidden
 
-    def backward(self, chunk: int, output_gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Backpropagate a chunk; returns the gradient of the stage's input, None on the first."""
+    def backward(
+        self, chunk: int, output_gradient: torch.Tensor | None, following: int | None = None
+    ) -> torch.Tensor | None:
+        """Backpropagate a chunk; returns the gradient of the stage's input, None on the first.
+
+        `following` as in `forward`.
+        """
         record = self._in_flight.pop(chunk)
         gradient = output_gradient if record.hidden_gradient is None else record.hidden_gradient
         record.hidden_gradient = None
         while record.segments:
             segment = record.segments.pop()
-            self._fetch(segment.layer, record.segments[-1].layer if record.segments else None)
+            upcoming = record.segments[-1].layer if record.segments else following
+            self._fetch(segment.layer, upcoming)
             gradient = self._backward_segment(record.context, segment, gradient)
             self._sharding.reduce(segment.layer)
-            self._sharding.release(segment.layer)
+            self._release(segment.layer, upcoming)
         self._sharding.flush()
         return gradient
 
@@ -143,8 +165,12 @@ class StageExecutor:
 
     def _fetch(self, index: int, following: int | None) -> None:
         self._sharding.fetch(index)
-        if following is not None and following < len(self._layers):
+        if following is not None:
             self._sharding.prefetch(following)
+
+    def _release(self, index: int, following: int | None) -> None:
+        if following != index:
+            self._sharding.release(index)
 
     def _embed(self, record: _InFlight, index: int, ids_T: torch.Tensor) -> torch.Tensor:
         output = self._layers[index](ids_T)

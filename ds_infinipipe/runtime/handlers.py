@@ -27,7 +27,8 @@ def forward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: 
     step = engine.enter(instruction, position)
     given = step.chunk_input(instruction.chunk)
     with step.span(instruction):
-        output = engine.executor.forward(instruction.chunk, given, instruction.recompute)
+        following = engine.upcoming_layer(position)
+        output = engine.executor.forward(instruction.chunk, given, instruction.recompute, following)
     if output is not None:
         step.outputs[instruction.chunk] = output
 
@@ -50,7 +51,8 @@ def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position:
     step = engine.enter(instruction, position)
     given = step.output_gradient(instruction.chunk)
     with step.span(instruction):
-        gradient = engine.executor.backward(instruction.chunk, given)
+        following = engine.upcoming_layer(position)
+        gradient = engine.executor.backward(instruction.chunk, given, following)
     step.finish_chunk(instruction.chunk)
     if gradient is not None and not engine.is_first_stage():
         step.gradients[instruction.chunk] = gradient
@@ -61,7 +63,7 @@ def send_chunk_activation(
 ) -> None:
     """Hand a chunk's output to the next stage; backward does not need it."""
     step = engine.enter(instruction, position)
-    engine.activations_out.send(instruction.chunk, step.outputs.pop(instruction.chunk))
+    engine.channels.activations_out.send(instruction.chunk, step.outputs.pop(instruction.chunk))
 
 
 def recv_chunk_activation(
@@ -69,26 +71,30 @@ def recv_chunk_activation(
 ) -> None:
     """Post the receive; `forward_chunk` waits for it."""
     step = engine.enter(instruction, position)
-    engine.activations_in.post_receive(instruction.chunk, *step.wire_format(instruction.chunk))
+    engine.channels.activations_in.post_receive(
+        instruction.chunk, *step.wire_format(instruction.chunk)
+    )
 
 
 def send_chunk_gradient(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
     """Hand the gradient of a chunk's input to the previous stage."""
     step = engine.enter(instruction, position)
-    engine.gradients_out.send(instruction.chunk, step.gradients.pop(instruction.chunk))
+    engine.channels.gradients_out.send(instruction.chunk, step.gradients.pop(instruction.chunk))
 
 
 def recv_chunk_gradient(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
     """Post the receive; `backward_chunk` waits for it."""
     step = engine.enter(instruction, position)
-    engine.gradients_in.post_receive(instruction.chunk, *step.wire_format(instruction.chunk))
+    engine.channels.gradients_in.post_receive(
+        instruction.chunk, *step.wire_format(instruction.chunk)
+    )
 
 
 def step_plan(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
     """Complete the step's gradients, then DeepSpeed's own clipping, optimizer and scheduler."""
     step = engine.enter(instruction, position)
     step.check_complete()
-    engine.drain()
+    engine.channels.drain()
     engine.sharding.finish_gradients(engine.module.tied_parameter, engine.grid.tied_pg)
     for hook in engine.before_step_hooks:
         hook(engine)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import PeerTimeoutError
+from ds_infinipipe.runtime.grid import InfiniPipeGrid
 
-__all__ = ["Channel", "transport_reason"]
+__all__ = ["Channel", "Channels", "transport_reason"]
 
 # gloo puts its source file before the reason and advice after it
 _GLOO_REASON = re.compile(r"^(?:\[[^]]*\] )?(.*?)(?:\. This is typically caused.*)?$", re.DOTALL)
@@ -125,6 +126,50 @@ class Channel:
                 f"the {self.name} of chunk {chunk} from rank {self.peer} arrived damaged: checksum "
                 f"{found.item():.17g}, sent {expected.item():.17g}; check the network or memory"
             )
+
+
+@dataclass(frozen=True)
+class Channels:
+    """A rank's four channels; those beyond the ends of the pipeline are never used."""
+
+    activations_in: Channel
+    activations_out: Channel
+    gradients_in: Channel
+    gradients_out: Channel
+
+    @classmethod
+    def between_stages(
+        cls, grid: InfiniPipeGrid, stage: int, num_stages: int, timeout: timedelta, verify: bool
+    ) -> Channels:
+        """Channels to the neighbouring stages of one rank."""
+
+        def channel(name: str, other: int, pg: Any) -> Channel:
+            inside = min(max(other, 0), num_stages - 1)
+            return Channel(name, grid.peer(inside), pg, timeout, verify)
+
+        return cls(
+            activations_in=channel("activation", stage - 1, grid.forward_pg),
+            activations_out=channel("activation", stage + 1, grid.forward_pg),
+            gradients_in=channel("gradient", stage + 1, grid.backward_pg),
+            gradients_out=channel("gradient", stage - 1, grid.backward_pg),
+        )
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Ranks at the other ends, without `rank` itself."""
+        return sorted({c.peer for c in self._all()} - {rank})
+
+    def drain(self) -> None:
+        """Wait until all sent tensors have left."""
+        self.activations_out.drain()
+        self.gradients_out.drain()
+
+    def abandon(self) -> None:
+        """Forget all transfers after an error."""
+        for channel in self._all():
+            channel.abandon()
+
+    def _all(self) -> tuple[Channel, ...]:
+        return (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

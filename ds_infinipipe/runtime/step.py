@@ -48,8 +48,8 @@ class StepState:
         if engine.is_first_stage():
             given.ids_T = self.batch.chunk_ids(shape, sp_rank, sp_size).to(engine.device)
         else:
-            given.hidden_1TE = engine.activations_in.wait(chunk)
-            engine.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
+            given.hidden_1TE = engine.channels.activations_in.wait(chunk)
+            engine.channels.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
         if engine.is_last_stage():
             given.labels_T = self.batch.chunk_labels(shape, sp_rank, sp_size).to(engine.device)
         return given
@@ -59,8 +59,8 @@ class StepState:
         engine = self._engine
         if engine.is_last_stage():
             return None
-        gradient = engine.gradients_in.wait(chunk)
-        engine.activations_out.confirm(self._activations_taken.get(chunk, -1))
+        gradient = engine.channels.gradients_in.wait(chunk)
+        engine.channels.activations_out.confirm(self._activations_taken.get(chunk, -1))
         return gradient
 
     def wire_format(self, chunk: int) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
