@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from ds_infinipipe.planner.candidates import Chunking
 from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.settings import PlannerSettings
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _LONGEST = 2**28
-_BUDGET_S = 0.4  # each for the context and for the limit
+_BUDGET_S = 0.5  # each for the context and for the limit
 _MOST_LIMITS = 16
 
 
@@ -53,16 +53,31 @@ class Question:
         """Slices end at multiples of it, so contexts are counted in it."""
         return math.lcm(self.memory.layout.sp, self.settings.alignment)
 
-    def chunkings(self, lengths: Sequence[int], limit_bytes: int) -> tuple[Chunking, ...]:
-        found = iterate_chunkings(lengths, self.cost, self.memory, limit_bytes, self.settings)
-        return tuple(found)
+    @property
+    def all_ks(self) -> tuple[int, ...]:
+        return tuple(range(1, self.settings.slice_limit(self.memory.layout.pp) + 1))
 
-    def fits_alone(self, length: int, limit_bytes: int) -> bool:
-        """Whether one sequence of that length is a batch that can be planned."""
-        return any(
-            all(c.fits(block) or c.solve(block) is not None for block in c.blocks())
-            for c in reversed(self.chunkings((length,), limit_bytes))
-        )
+    @property
+    def coarse_ks(self) -> tuple[int, ...]:
+        """1, 2, 4 and so on, and the largest K: what one of them does is enough to know."""
+        most = self.all_ks[-1]
+        return (*(2**n for n in range(most.bit_length()) if 2**n < most), most)
+
+    def chunkings(
+        self, lengths: Sequence[int], limit_bytes: int, ks: Sequence[int]
+    ) -> Iterator[Chunking]:
+        return iterate_chunkings(lengths, self.cost, self.memory, limit_bytes, self.settings, ks)
+
+    def fits_alone(self, length: int, limit_bytes: int, ks: Sequence[int]) -> bool:
+        """Whether one sequence of that length, cut by one of these K, can be planned."""
+        for chunking in self.chunkings((length,), limit_bytes, ks):
+            (block,) = chunking.blocks()
+            if chunking.fits(block):
+                return True
+            # lean mode falls back to greedy recomputation, which `fits` is
+            if self.settings.mode == "paper" and chunking.solve(block) is not None:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -76,28 +91,38 @@ class Capacity:
 def largest_context(question: Question, limit_bytes: int, near: int) -> Capacity:
     """Longest sequence, in whole units, that can be planned alone within the limit; 0 if none.
 
-    Bisection, which takes for granted that a shorter sequence fits wherever a longer one does.
-    `near` is where to look first, a length in question.
+    Bisection, which takes for granted that a shorter sequence fits wherever a longer one does: by
+    few numbers of slices first, then whether others fit more. Lean mode's own meshes may fit a
+    little more, which takes too long to find out. `near` is where to look first.
     """
-    unit = question.unit
-    found = largest_fitting(
-        lambda count: question.fits_alone(count * unit, limit_bytes),
-        max(1, near // unit),
-        _LONGEST // unit,
-    )
-    return Capacity(found.value * unit, found.is_exact)
+    unit, deadline = question.unit, Deadline(_BUDGET_S)
+
+    def fits(ks: Sequence[int]) -> Callable[[int], bool]:
+        return lambda count: question.fits_alone(count * unit, limit_bytes, ks)
+
+    most = _LONGEST // unit
+    found = largest_fitting(fits(question.coarse_ks), max(1, near // unit), most, deadline)
+    if found.is_exact:
+        next_count = found.value + 1
+        found = largest_fitting(
+            fits(question.all_ks), next_count, most, deadline, known=found.value
+        )
+    is_exact = found.is_exact and question.settings.mode != "lean"
+    return Capacity(found.value * unit, is_exact)
 
 
-def largest_fitting(fits: Callable[[int], bool], near: int, most: int) -> Capacity:
+def largest_fitting(
+    fits: Callable[[int], bool], near: int, most: int, deadline: Deadline, known: int = 0
+) -> Capacity:
     """Largest n in 1 to `most` with fits(n), 0 if none; `fits` must be true up to some n only.
 
     Looks at `near` and its doubles and halves until n is enclosed, then halves the interval.
+    `known` fits without asking.
     """
-    deadline_s = time.perf_counter() + _BUDGET_S
-    low, high = 0, most + 1
+    low, high = known, most + 1
     probe = min(near, most)
     while high - low > 1:
-        if time.perf_counter() > deadline_s:
+        if deadline.is_over:
             return Capacity(low, False)
         if fits(probe):
             low = probe
@@ -118,19 +143,19 @@ def sufficient_limit(question: Question, lengths: Sequence[int], misfit: Misfit)
     A limit also decides how many tokens are packed, so what one packing needs is tried as the next
     limit until it is enough. `misfit` is what does not fit now.
     """
-    deadline_s = time.perf_counter() + _BUDGET_S
+    deadline = Deadline(_BUDGET_S)
     needed = misfit
     for _ in range(_MOST_LIMITS):
         limit_bytes = needed.peak_bytes
-        needed = closest_misfit(question.chunkings(lengths, limit_bytes))
+        needed = closest_misfit(question.chunkings(lengths, limit_bytes, question.coarse_ks))
         if needed.peak_bytes <= limit_bytes:
             return limit_bytes
-        if time.perf_counter() > deadline_s:
+        if deadline.is_over:
             break
     return None
 
 
-def closest_misfit(chunkings: Sequence[Chunking]) -> Misfit:
+def closest_misfit(chunkings: Iterable[Chunking]) -> Misfit:
     """What needs most bytes in the chunking where that is least, all allowed layers recomputed."""
     return min((_worst(chunking) for chunking in chunkings), key=lambda m: m.peak_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ds_infinipipe.planner.candidates import Chunking
 from ds_infinipipe.planner.chunking import chunk_sequences
@@ -19,11 +19,15 @@ def iterate_chunkings(
     memory: MemoryModel,
     limit_bytes: int,
     settings: PlannerSettings,
+    ks: Iterable[int] | None = None,
 ) -> Iterator[Chunking]:
-    """Algorithm 1 for K from 1 to the slice limit; a K that cuts like a smaller one is left out."""
+    """Algorithm 1 for K from 1 to the slice limit, or for `ks` of them.
+
+    A K that cuts like an earlier one is left out.
+    """
     token_limit = None if settings.token_limit == "auto" else settings.token_limit
     seen: set[object] = set()
-    for k in range(1, settings.slice_limit(memory.layout.pp) + 1):
+    for k in range(1, settings.slice_limit(memory.layout.pp) + 1) if ks is None else ks:
         chunks = chunk_sequences(
             lengths,
             k,

@@ -30,7 +30,7 @@ def check_states(question: Question, limit_bytes: int, lengths: Sequence[int]) -
     if need < limit_bytes:
         return
     layout = memory.layout
-    misfit = closest_misfit(question.chunkings(lengths, need))
+    misfit = closest_misfit(question.chunkings(lengths, need, question.coarse_ks))
     raise InfeasiblePlanError(
         f"stage {stage} needs {_size(need)} for the parameters, gradients and optimizer states "
         f"of its {layout.stage_layers[stage]} layers of {memory.model.name} alone, the limit "
