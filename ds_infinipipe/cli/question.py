@@ -76,6 +76,14 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sp", type=int, metavar="N", help="sequence-parallel ranks")
     parser.add_argument("--dp", type=int, metavar="N", help="data-parallel replicas (default 1)")
     parser.add_argument(
+        "--layers",
+        type=_layers,
+        default="even",
+        metavar="even|auto|N,N,...",
+        help="decoder layers of each stage; auto: fewer on the last where that is faster, as with "
+        "large vocabularies (default even)",
+    )
+    parser.add_argument(
         "--context", type=int, metavar="N", help="most tokens of a sequence; default: no limit"
     )
     parser.add_argument(
@@ -108,6 +116,10 @@ def _int_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def _layers(text: str) -> str | tuple[int, ...]:
+    return text if text in ("even", "auto") else tuple(int(part) for part in text.split(","))
+
+
 def _float_or_auto(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
@@ -128,6 +140,7 @@ def read_question(args: argparse.Namespace, *, has_default_layout: bool = False)
         lengths, report = fit_to_context(lengths, args.context, args.over_length)
         print(report)
     batch = tuple(int(length) for length in lengths.tolist())
+    layout = _with_layers(args, batch, model, cluster, layout, settings)
     return Question(batch, model, cluster, layout, settings, args.zero_stage)
 
 
@@ -162,6 +175,32 @@ def _layout(
             f"{cluster.num_devices} devices: lower pp or sp"
         )
     return layout
+
+
+def _with_layers(
+    args: argparse.Namespace,
+    lengths: tuple[int, ...],
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout | None,
+    settings: PlannerSettings,
+) -> Layout | None:
+    if args.layers == "even":
+        return layout
+    if layout is None:
+        raise ConfigError("--layout auto tries even layers: leave out --layers")
+    from ds_infinipipe.planner.stage_layers import choose_layers, with_stage_layers
+
+    if args.layers != "auto":
+        return with_stage_layers(layout, model, args.layers)
+    return choose_layers(
+        lengths,
+        model=model,
+        cluster=cluster,
+        layout=layout,
+        settings=settings,
+        zero_stage=args.zero_stage,
+    )
 
 
 def _stage_per_node(model: ModelSpec, cluster: ClusterSpec) -> Layout:

@@ -1,0 +1,104 @@
+"""How many decoder layers each stage holds: fewer on the last where the logits weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.lean.bounds import lower_bound_s
+from ds_infinipipe.planner.search import plan_batch
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
+
+__all__ = ["balanced_layers", "choose_layers", "with_stage_layers"]
+
+
+def with_stage_layers(layout: Layout, model: ModelSpec, stage_layers: Sequence[int]) -> Layout:
+    """The layout with these layers per stage.
+
+    Raises ConfigError unless there are pp of them, each at least 1, the model's layers in all.
+    """
+    if len(stage_layers) != layout.pp or min(stage_layers, default=0) < 1:
+        raise ConfigError(
+            f"stage layers {list(stage_layers)} must give each of the {layout.pp} stages at least "
+            "one layer"
+        )
+    if sum(stage_layers) != model.num_layers:
+        raise ConfigError(
+            f"stage layers {list(stage_layers)} are {sum(stage_layers)} in all, {model.name} has "
+            f"{model.num_layers}"
+        )
+    return replace(layout, stage_layers=tuple(int(layers) for layers in stage_layers))
+
+
+def balanced_layers(
+    lengths: Sequence[int],
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    zero_stage: int = 3,
+) -> Layout:
+    """Layers with which the most loaded stage has least work, the loss included.
+
+    The other stages share what the last one does not hold evenly, one more for the later of them,
+    which hold fewer chunks at a time. Of equal splits the last stage gets most layers.
+    """
+    if layout.pp == 1:
+        return layout
+    splits = [
+        _split(layout, model.num_layers, last)
+        for last in range(model.num_layers // layout.pp, 0, -1)
+    ]
+    return min(
+        splits, key=lambda s: lower_bound_s(lengths, CostModel(model, cluster, s, zero_stage))
+    )
+
+
+def choose_layers(
+    lengths: Sequence[int],
+    *,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: Layout,
+    settings: PlannerSettings,
+    zero_stage: int = 3,
+) -> Layout:
+    """The given or the balanced layers, whichever has the faster plan; the given ones in a tie.
+
+    Raises InfeasiblePlanError where neither has a plan.
+    """
+    balanced = balanced_layers(
+        lengths, model=model, cluster=cluster, layout=layout, zero_stage=zero_stage
+    )
+    if balanced == layout:
+        return layout
+    best: tuple[float, Layout] | None = None
+    failure: InfeasiblePlanError | None = None
+    for tried in (layout, balanced):
+        try:
+            plan = plan_batch(
+                lengths,
+                model=model,
+                cluster=cluster,
+                layout=tried,
+                settings=settings,
+                zero_stage=zero_stage,
+            )
+        except InfeasiblePlanError as error:
+            failure = failure or error
+            continue
+        if best is None or plan.predicted.step_time_s < best[0]:
+            best = plan.predicted.step_time_s, tried
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]
+
+
+def _split(layout: Layout, num_layers: int, last: int) -> Layout:
+    base, spare = divmod(num_layers - last, layout.pp - 1)
+    others = tuple(base + (layout.pp - 2 - stage < spare) for stage in range(layout.pp - 1))
+    return replace(layout, stage_layers=(*others, last))
