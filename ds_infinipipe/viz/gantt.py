@@ -19,7 +19,7 @@ _ROW_PX = 46
 _PANEL_PX = 64  # title and time axis
 _LEGEND_PX = 40
 _MARGIN_PX = 90  # beside the axes
-_CHARACTER_PX = 7.0
+_CHARACTER_PX = 7.6
 _BAR = 0.84  # of a row's height
 
 
