@@ -142,10 +142,11 @@ def test_a_writer_that_fails_says_so_and_leaves_the_last_one(
 ) -> None:
     _save(tmp_path, "global_step1", 1.0)
     # the kernel's own "no space left on device", at the first byte
-    monkeypatch.setattr(tensor_file, "open_new", lambda path: open("/dev/full", "wb", buffering=0))
+    opened = tensor_file.open_new
+    monkeypatch.setattr(tensor_file, "open_new", lambda _: opened(Path("/dev/full")))
     folder.prepare(tmp_path, "global_step2")
     job = make_jobs(tmp_path, "global_step2", 2.0)[0]
-    with pytest.raises(CheckpointError, match="no space is left.*untouched"):
+    with pytest.raises(CheckpointError, match=r"no space is left.*untouched"):
         job.write()
     job.discard()
     assert {p.name for p in tmp_path.iterdir()} == {"global_step1", "latest"}
@@ -233,7 +234,7 @@ def test_a_foreign_folder_is_described(
 def test_latest_that_names_nothing_is_an_error(tmp_path: Path) -> None:
     place = _save(tmp_path, "one", 1.0)
     shutil.rmtree(place)
-    with pytest.raises(CheckpointError, match="one is no checkpoint.*does not exist"):
+    with pytest.raises(CheckpointError, match=r"one is no checkpoint.*does not exist"):
         folder.find_checkpoint(tmp_path)
 
 

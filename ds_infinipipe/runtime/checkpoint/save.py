@@ -156,6 +156,7 @@ class _Job:
     is_publisher: bool
     _written: threading.Event = field(default_factory=threading.Event)
     _cancelled: threading.Event = field(default_factory=threading.Event)
+    _write_error: Exception | None = None
     _error: Exception | None = None
     _thread: threading.Thread | None = None
 
@@ -233,14 +234,17 @@ class _Job:
                 return [
                     json.loads((self.folder / f"{n}.json").read_text("utf-8")) for n in self.names
                 ]
-            failed = [n for n in missing if (self.folder / f"{n}.failed").is_file()]
+            reasons = [self.folder / f"{name}.failed" for name in missing]
+            failed = [r.read_text("utf-8") for r in reasons if r.is_file()]
             size = sum(p.stat().st_size for p in self.folder.iterdir())
             if size != seen:
                 seen, since = size, time.monotonic()
-            if failed or self._cancelled.is_set() or time.monotonic() - since > _STALL_S:
+            if failed:
+                raise CheckpointError(failed[0])
+            if self._cancelled.is_set() or time.monotonic() - since > _STALL_S:
                 raise CheckpointError(
-                    f"checkpoint {self.tag} lacks the files of {', '.join(failed or missing)}: "
-                    "their ranks failed or ended; what was saved before is untouched"
+                    f"checkpoint {self.tag} lacks the files of {', '.join(missing)}: their ranks "
+                    "failed or ended; what was saved before is untouched"
                 )
             time.sleep(_POLL_S)
 
@@ -269,21 +273,32 @@ class _Job:
     def _run(self) -> None:
         try:
             self.write()
-            self._written.set()
-            self.publish()
         except Exception as error:  # raised by the next call that asks
             logger.error("%s", error)
+            self._write_error = self._error = error
+            self._tell(error)
+        self._written.set()
+        try:
+            if self._error is None:
+                self.publish()
+        except Exception as error:  # likewise
+            logger.error("%s", error)
             self._error = error
-            with contextlib.suppress(OSError):  # the disk may be full; `wait` tells the others
-                (self.folder / f"{self.own_name}.failed").touch()
-        finally:
-            self._written.set()
+
+    def _tell(self, error: Exception) -> None:
+        """Leave word for rank 0, which waits for this rank's file."""
+        hidden = self.folder / f".{self.own_name}.failed"
+        try:
+            hidden.write_text(str(error), encoding="utf-8")
+            hidden.replace(self.folder / f"{self.own_name}.failed")
+        except OSError as no_word:  # the disk may be full; then the next collective tells it
+            logger.warning("rank 0 cannot be told of it: %s", no_word)
 
     def finish_writing(self) -> None:
         """Wait for this rank's own file."""
         self._written.wait()
-        if self._error is not None:
-            raise self._error
+        if self._write_error is not None:
+            raise self._write_error
 
     def finish(self) -> None:
         """Wait for all this rank has to do."""
