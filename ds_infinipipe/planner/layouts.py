@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
+from ds_infinipipe.errors import ConfigError, DataError, InfeasiblePlanError
 from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.layout_bounds import estimate_s, work_bound_s
 from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.replicas import idle_plan, split_batch
 from ds_infinipipe.planner.search import plan_batch
@@ -28,11 +29,11 @@ __all__ = [
     "plan_replicas",
     "possible_layouts",
     "search_layouts",
-    "work_bound_s",
 ]
 
 
 _REASONS_SHOWN = 2
+_PLAN_OVER_ESTIMATE = 0.85  # no plan has been seen that far below its layout's estimate
 
 
 class LayoutStatus(str, Enum):
@@ -94,8 +95,8 @@ def search_layouts(
 ) -> LayoutSearch:
     """Rank all layouts of `num_devices`, by default the cluster's, by predicted step time.
 
-    Layouts are planned in the order of a lower bound of their time, and not at all where it
-    reaches the best time so far. Equal times go to fewer stages.
+    A quick estimate of each layout decides the order. One is not planned where a lower bound of its
+    time reaches the best so far, nor where the estimate is so far above that no plan gets there.
 
     Raises DataError for a bad batch, ConfigError for a number of devices the cluster lacks,
     InfeasiblePlanError, with the reason of every layout, where none has a plan.
@@ -106,21 +107,20 @@ def search_layouts(
         raise ConfigError(
             f"{devices} devices asked for, cluster {cluster.name} has {cluster.num_devices}"
         )
-    possible: list[tuple[float, Layout]] = []
+    if not lengths:
+        raise DataError("the batch is empty: a plan needs at least one sequence")
+    search = _Search(tuple(lengths), model, cluster, settings, zero_stage)
     outcomes: list[LayoutOutcome] = []
+    hopeful: list[tuple[float, Layout]] = []
     for degrees in _factorizations(devices):
         try:
             layout = make_layout(model, *degrees)
         except ConfigError as error:
             outcomes.append(LayoutOutcome(degrees, LayoutStatus.IMPOSSIBLE, reason=str(error)))
             continue
-        bound_s = work_bound_s(lengths, model, cluster, layout, zero_stage)
-        possible.append((bound_s, layout))
-    best_s = math.inf
-    for bound_s, layout in sorted(possible, key=lambda entry: (entry[0], entry[1].pp, entry[1].sp)):
-        outcome = _try(lengths, model, cluster, layout, settings, zero_stage, bound_s, best_s)
-        best_s = min(best_s, outcome.step_time_s)
-        outcomes.append(outcome)
+        hopeful.append((search.estimate_s(layout), layout))
+    for seconds, layout in sorted(hopeful, key=lambda h: (h[0], h[1].pp, h[1].sp)):
+        outcomes.append(search.attempt(layout, seconds))
     order = list(LayoutStatus)
     ranking = sorted(
         outcomes, key=lambda o: (order.index(o.status), o.step_time_s, o.bound_s, o.degrees)
@@ -141,40 +141,66 @@ def _no_layout(ranking: Sequence[LayoutOutcome], devices: int) -> InfeasiblePlan
     )
 
 
-def _try(
-    lengths: Sequence[int],
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    layout: Layout,
-    settings: PlannerSettings,
-    zero_stage: int,
-    bound_s: float,
-    best_s: float,
-) -> LayoutOutcome:
-    degrees = (layout.pp, layout.sp, layout.dp)
-    if bound_s >= best_s:
-        reason = f"at least {bound_s:.4g} s of work, the best takes {best_s:.4g} s"
-        return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
-    reduction_s = step_reduction_s(model, layout, cluster, zero_stage)
-    plans: list[Plan] = []
-    try:
-        for plan in plan_replicas(
-            lengths,
-            model=model,
-            cluster=cluster,
+class _Search:
+    """The question, and the best time so far."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        settings: PlannerSettings,
+        zero_stage: int,
+    ) -> None:
+        self.lengths = lengths
+        self.model = model
+        self.cluster = cluster
+        self.settings = settings
+        self.zero_stage = zero_stage
+        self.best_s = math.inf
+
+    def estimate_s(self, layout: Layout) -> float:
+        return estimate_s(
+            self.lengths, self.model, self.cluster, layout, self.settings, self.zero_stage
+        )
+
+    def attempt(self, layout: Layout, estimated_s: float) -> LayoutOutcome:
+        """Plan a layout unless it cannot, or will not, be the best."""
+        degrees = (layout.pp, layout.sp, layout.dp)
+        bound_s = work_bound_s(self.lengths, self.model, self.cluster, layout, self.zero_stage)
+        reason = ""
+        if bound_s >= self.best_s:
+            reason = f"at least {bound_s:.4g} s of work, the best takes {self.best_s:.4g} s"
+        elif self.best_s <= _PLAN_OVER_ESTIMATE * estimated_s < math.inf:
+            reason = f"about {estimated_s:.4g} s unless memory binds, the best {self.best_s:.4g} s"
+        if reason:
+            return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
+        reduction_s = step_reduction_s(self.model, layout, self.cluster, self.zero_stage)
+        plans: list[Plan] = []
+        try:
+            for plan in self._replicas(layout):
+                plans.append(plan)
+                so_far_s = plan.predicted.step_time_s + reduction_s
+                if so_far_s >= self.best_s and len(plans) < layout.dp:
+                    reason = f"a replica takes {so_far_s:.4g} s, the best {self.best_s:.4g} s"
+                    return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
+        except InfeasiblePlanError as error:
+            return LayoutOutcome(degrees, LayoutStatus.INFEASIBLE, bound_s, reason=str(error))
+        step_time_s = max(plan.predicted.step_time_s for plan in plans) + reduction_s
+        self.best_s = min(self.best_s, step_time_s)
+        return LayoutOutcome(
+            degrees, LayoutStatus.PLANNED, bound_s, step_time_s, plans=tuple(plans)
+        )
+
+    def _replicas(self, layout: Layout) -> Iterator[Plan]:
+        return plan_replicas(
+            self.lengths,
+            model=self.model,
+            cluster=self.cluster,
             layout=layout,
-            settings=settings,
-            zero_stage=zero_stage,
-        ):
-            plans.append(plan)
-            so_far_s = plan.predicted.step_time_s + reduction_s
-            if so_far_s >= best_s and len(plans) < layout.dp:
-                reason = f"a replica takes {so_far_s:.4g} s, the best {best_s:.4g} s"
-                return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
-    except InfeasiblePlanError as error:
-        return LayoutOutcome(degrees, LayoutStatus.INFEASIBLE, bound_s, reason=str(error))
-    step_time_s = max(plan.predicted.step_time_s for plan in plans) + reduction_s
-    return LayoutOutcome(degrees, LayoutStatus.PLANNED, bound_s, step_time_s, plans=tuple(plans))
+            settings=self.settings,
+            zero_stage=self.zero_stage,
+        )
 
 
 def plan_replicas(
@@ -209,35 +235,6 @@ def plan_replicas(
                 settings=settings,
                 zero_stage=zero_stage,
             )
-
-
-def work_bound_s(
-    lengths: Sequence[int],
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    layout: Layout,
-    zero_stage: int = 3,
-) -> float:
-    """No plan of this layout takes less: work of the most loaded stage, without any fixed cost.
-
-    Neither recomputation nor bubbles, latencies or gathers count. A replica has at least the mean
-    work, and at least that of the longest sequence; the gradient reduction comes on top.
-    """
-    c = CostModel(model, cluster, layout, zero_stage).coefficients
-    token_s = 3 * c.linear_s + 2 * c.all2all_s
-    area_s = c.attention_forward_s + c.attention_backward_s
-
-    def work_s(tokens: float, area: float) -> float:
-        layer_s = token_s * tokens + area_s * area
-        last_s = layout.stage_layers[-1] * layer_s + 3 * c.logits_s * tokens
-        return max(max(layout.stage_layers) * layer_s, last_s)
-
-    area = math.fsum(float(n) ** 2 for n in lengths)
-    longest = max(lengths, default=0)
-    work = max(
-        work_s(sum(lengths) / layout.dp, area / layout.dp), work_s(longest, float(longest) ** 2)
-    )
-    return work + step_reduction_s(model, layout, cluster, zero_stage)
 
 
 def _factorizations(devices: int) -> Iterator[tuple[int, int, int]]:

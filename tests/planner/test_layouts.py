@@ -10,12 +10,12 @@ import pytest
 
 from ds_infinipipe.data.lengths import sample_lengths
 from ds_infinipipe.errors import ConfigError, DataError, InfeasiblePlanError
+from ds_infinipipe.planner.layout_bounds import work_bound_s
 from ds_infinipipe.planner.layouts import (
     LayoutStatus,
     plan_replicas,
     possible_layouts,
     search_layouts,
-    work_bound_s,
 )
 from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.settings import PlannerSettings
