@@ -87,7 +87,11 @@ def quiet() -> None:
 
 
 def build(
-    case: Case, data: Any = None, section: Mapping[str, Any] | None = None
+    case: Case,
+    data: Any = None,
+    section: Mapping[str, Any] | None = None,
+    *,
+    bf16: bool = False,
 ) -> InfiniPipeEngine:
     """An engine of a case with a warm-up schedule; `section` goes into the infinipipe section."""
     from ds_infinipipe.runtime.initialize import initialize
@@ -102,7 +106,9 @@ def build(
     config["infinipipe"]["planner"]["solver"] = "greedy"
     for key, value in (section or {}).items():
         config["infinipipe"][key] = {**config["infinipipe"].get(key, {}), **value}
-    module = InfiniPipeModule(config, dtype=case.dtype)
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    module = InfiniPipeModule(config, dtype=None if bf16 else case.dtype)
     return initialize(model=module, config=config, training_data=data)[0]
 
 

@@ -81,7 +81,7 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
         [with_layout(DEEP, *layout) for layout in four],
         [with_layout(DEEP, 1, 3)],
         [with_layout(DEEP, 1, 1, 1, 3), with_layout(DEEP, 1, 1, 1, 0)],
-        [with_layout(DEEP, *layout) for layout in four[:3]],
+        [with_layout(DEEP, *layout) for layout in four[1:3]],
     ]
     pairs, losses = set(), []
     for cases in visits:
@@ -126,9 +126,9 @@ def _steps(engine: Any, until: int) -> list[tuple[tuple[int, ...], float, float]
     return steps
 
 
-def _resume_everywhere(rank: int, case: Case, folder: str) -> None:
+def _resume_everywhere(rank: int, case: Case, bf16: bool, folder: str) -> None:
     data = _Numbered(8, case.vocab_size)  # 3 steps an epoch, the last one with fewer sequences
-    engine = build(case, data, {"planning": {"asynchronous": True}})
+    engine = build(case, data, {"planning": {"asynchronous": True}}, bf16=bf16)
     steps, states = [], []
     engine.save_checkpoint(folder, tag="0")  # before the optimizer has any state
     for index in range(1, 8):
@@ -138,24 +138,23 @@ def _resume_everywhere(rank: int, case: Case, folder: str) -> None:
     engine.close()
     for epoch in (steps[:3], steps[3:6]):
         assert sorted(i for ids, _, _ in epoch for i in ids) == list(range(8))
-    other = build(case, data, {"planning": {"asynchronous": True}})
+    other = build(case, data, {"planning": {"asynchronous": True}}, bf16=bf16)
     for start in (4, 0, 6, 1, 5, 2, 3):
         other.load_checkpoint(folder, str(start))
         assert _steps(other, 7) == steps[start:], f"resumed after step {start}"
         assert all(torch.equal(states[-1][k], v) for k, v in snapshot(other).items())
-    assert other.global_samples == 19 + 0  # 3 + 3 + 2, 3 + 3 + 2, 3
+    assert other.global_samples == 19  # 3 + 3 + 2, 3 + 3 + 2, 3
     other.close()
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 3), (1, 2, 3), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("pp", "sp", "zero_stage", "bf16"), [(2, 1, 3, False), (1, 2, 3, True), (1, 2, 0, False)]
+)
 def test_resuming_after_any_step_gives_the_same_sequences_losses_and_states(
-    tmp_path: Path, layout: tuple[int, int, int]
+    tmp_path: Path, pp: int, sp: int, zero_stage: int, bf16: bool
 ) -> None:
-    pp, sp, zero_stage = layout
-    case = Case(
-        "llama", pp, sp, zero_stage=zero_stage, num_layers=2, num_sequences=3, max_tokens=30
-    )
-    run_ranks(_resume_everywhere, 2, case, str(tmp_path), timeout=120.0)
+    case = Case("llama", pp, sp, zero_stage=zero_stage, num_layers=2, num_sequences=3)
+    run_ranks(_resume_everywhere, 2, case, bf16, str(tmp_path), timeout=200.0)
 
 
 def _train_in_parts(rank: int, config: dict[str, Any], folders: list[str]) -> list[list[float]]:
@@ -178,7 +177,7 @@ def test_train_saves_as_configured_and_goes_on_where_it_ended(tmp_path: Path) ->
     config["infinipipe"]["data"] = {"path": str(tmp_path / "corpus")}
     config["infinipipe"]["checkpoint"] = {"every_steps": 2, "keep_last": 2, "asynchronous": True}
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    results = run_ranks(_train_in_parts, 2, config, [whole, parts, parts], timeout=120.0)
+    results = run_ranks(_train_in_parts, 2, config, [whole, parts, parts], timeout=200.0)
     uninterrupted, first, second = results[0]
     assert len(uninterrupted) == 5 and len(first) == 3 and len(second) == 2
     assert first + second == uninterrupted
@@ -249,7 +248,7 @@ def _meet_bad_checkpoints(rank: int, folder: str) -> None:
 
 
 def test_bad_checkpoints_are_errors_on_every_rank_and_change_nothing(tmp_path: Path) -> None:
-    run_ranks(_meet_bad_checkpoints, 2, str(tmp_path))
+    run_ranks(_meet_bad_checkpoints, 2, str(tmp_path), timeout=200.0)
 
 
 def _load_into_others(rank: int, folder: str) -> None:
@@ -280,7 +279,7 @@ def _load_into_others(rank: int, folder: str) -> None:
 
 
 def test_another_model_or_data_order_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    run_ranks(_load_into_others, 2, str(tmp_path))
+    run_ranks(_load_into_others, 2, str(tmp_path), timeout=200.0)
 
 
 # ---- failing and dying while saving
@@ -309,7 +308,7 @@ def _fail_while_saving(rank: int, folder: str) -> None:
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_next_save_works(tmp_path: Path) -> None:
-    run_ranks(_fail_while_saving, 2, str(tmp_path))
+    run_ranks(_fail_while_saving, 2, str(tmp_path), timeout=200.0)
 
 
 def _save_and_die(rank: int, folder: str) -> None:
@@ -337,7 +336,7 @@ def _load_and_save(rank: int, folder: str) -> None:
 def test_a_rank_killed_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     with pytest.raises((RankFailure, RuntimeError)):
         run_ranks(_save_and_die, 2, str(tmp_path), timeout=60.0)
-    run_ranks(_load_and_save, 2, str(tmp_path))
+    run_ranks(_load_and_save, 2, str(tmp_path), timeout=200.0)
     assert {p.name for p in tmp_path.iterdir()} == {"good", "latest", "other"}
     for tag in ("good", "other"):
         check_files(tmp_path / tag, read_manifest(tmp_path / tag))
@@ -384,5 +383,5 @@ def _save_beside(rank: int, folder: str) -> None:
 
 
 def test_a_save_beside_training_holds_the_states_it_was_asked_for(tmp_path: Path) -> None:
-    run_ranks(_save_beside, 2, str(tmp_path))
+    run_ranks(_save_beside, 2, str(tmp_path), timeout=200.0)
     assert {p.name for p in tmp_path.iterdir()} == {"one", "latest"}
