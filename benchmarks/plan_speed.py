@@ -69,7 +69,7 @@ def plan_once(law: str, seed: int, memory_gib: float) -> dict[str, Any]:
         model=model,
         cluster=BUILTIN_CLUSTERS["a800-80g-4x8"],
         layout=make_layout(model, pp=4, sp=8),
-        settings=PlannerSettings(memory_limit_gib=memory_gib),
+        settings=PlannerSettings(mode="paper", memory_limit_gib=memory_gib),
     )
     peak_gib = max(plan.predicted.peak_bytes) / 2**30
     assert peak_gib <= memory_gib

@@ -25,8 +25,10 @@ class CoverProblem:
     """Minimise sum x, 0 <= x <= upper, every row's sum of coefficient * x at least its need.
 
     Coordinate form like MemoryRows; `variable` says which C each column is a part of. A variable
-    met by stages of different sizes has one column per step between the sizes, so that its count on
-    a stage, min(C, layers), is the sum of the stage's columns. Coefficients and needs are bytes.
+    has one column per step between the sizes of the stages that meet it, and one for a last layer
+    that saves less, so that its count on a stage, min(C, layers), is the sum of the stage's
+    columns. Lower steps save at least as much in every row, so an optimum takes them first.
+    Coefficients and needs are bytes; `layer_bytes` is the least that a layer saves.
     """
 
     row: IntArray
@@ -35,6 +37,7 @@ class CoverProblem:
     need: IntArray
     upper: IntArray
     variable: IntArray
+    layer_bytes: int
 
     @cached_property
     def column_start(self) -> IntArray:
@@ -59,22 +62,23 @@ class CoverProblem:
 
 def cover_problem(rows: MemoryRows, stage_layers: tuple[int, ...]) -> CoverProblem:
     """Columns for the variables that occur in rows; the others are zero in every optimum."""
-    levels = sorted(set(stage_layers))
-    steps = np.diff([0, *levels])
-    stage_level = np.array([levels.index(n) for n in stage_layers])
-    entry_level = stage_level[rows.stage[rows.row]]
-    parts = [np.flatnonzero(entry_level >= step) for step in range(len(levels))]
-    entry = np.concatenate(parts)
-    step_of = np.repeat(np.arange(len(levels)), [part.size for part in parts])
-    keys, column = np.unique(rows.variable[entry] * len(levels) + step_of, return_inverse=True)
+    layers = np.array(stage_layers)[rows.stage[rows.row]]
+    ends = [layers, layers[rows.last < rows.coefficient] - 1]
+    levels = np.setdiff1d(np.concatenate(ends), [0])
+    entry, step = np.nonzero(layers[:, None] >= levels[None, :])
+    is_last = layers[entry] == levels[step]
+    coefficient = np.where(is_last, rows.last[entry], rows.coefficient[entry])
+    entry, step = entry[coefficient > 0], step[coefficient > 0]
+    keys, column = np.unique(rows.variable[entry] * levels.size + step, return_inverse=True)
     order = np.lexsort((column, rows.row[entry]))
     return CoverProblem(
         rows.row[entry][order],
         column[order],
-        rows.coefficient[entry][order],
+        coefficient[coefficient > 0][order],
         rows.need,
-        steps[keys % len(levels)],
-        keys // len(levels),
+        np.diff(levels, prepend=0)[keys % levels.size],
+        keys // levels.size,
+        int(rows.coefficient.min()),
     )
 
 

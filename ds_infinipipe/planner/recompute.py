@@ -8,12 +8,16 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_infinipipe.planner.cover import CoverProblem, cover_problem, relax, round_relaxation
 from ds_infinipipe.planner.rows import IntArray, PipelineMemory, recompute_counts
 from ds_infinipipe.planner.settings import PlannerSettings
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = ["RecomputeSolution", "solve_recompute"]
 
@@ -54,9 +58,6 @@ def solve_recompute(
     None when nothing fits, or when it is proved that the total cannot be below `cutoff`.
     The answer always passes the exact memory scan. `effort` is the share of the solver's time
     limit; a trial is content with the rounded relaxation within the gap or a few layers.
-    Deviation: a moment that binds is charged the transient of a recomputed layer even where the
-    chunk at work has none; exact, that would need a boolean per chunk, whose bounds CP-SAT cannot
-    close, for at most a few layers in hundreds.
     """
     settings = settings or PlannerSettings()
     if settings.recompute == "none":
@@ -150,13 +151,37 @@ def _cp_sat(
 ) -> tuple[IntArray | None, int, bool]:
     """Columns or None, a lower bound, and whether the relative gap was reached.
 
-    Savings are floored and needs rounded up to solver units, so an answer holds in bytes too.
-    The limit is CP-SAT's deterministic time, about seconds of one core, so the same rows always
-    give the same answer.
+    Savings are floored and needs rounded up to solver units, so an answer holds in bytes too; where
+    that leaves none, bytes are the unit. The limit is CP-SAT's deterministic time, about seconds of
+    one core, so the same rows always give the same answer.
     """
     from ortools.sat.python import cp_model
 
-    unit = max(1, int(problem.coefficient.min()) // _RESOLUTION)
+    unit = max(1, problem.layer_bytes // _RESOLUTION)
+    model, columns = _cp_model(problem, hint, unit)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.relative_gap_limit = settings.relative_gap
+    solver.parameters.random_seed = settings.seed
+    solver.parameters.max_deterministic_time = effort * settings.solver_time_limit_s
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE and unit > 1:
+        model, columns = _cp_model(problem, hint, 1)
+        status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        _LOGGER.info("CP-SAT ended as %s on %d rows", solver.status_name(status), problem.need.size)
+        return None, 0, False
+    values = np.array([solver.value(column) for column in columns], dtype=np.int64)
+    bound = math.ceil(solver.best_objective_bound - 1e-6)
+    return values, bound, status == cp_model.OPTIMAL
+
+
+def _cp_model(
+    problem: CoverProblem, hint: IntArray, unit: int
+) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """The problem in units of `unit` bytes."""
+    from ortools.sat.python import cp_model
+
     savings = (problem.coefficient // unit).tolist()
     needs = (-(-problem.need // unit)).tolist()
     model = cp_model.CpModel()
@@ -171,15 +196,4 @@ def _cp_sat(
     for column, value in zip(columns, hint.tolist(), strict=True):
         model.add_hint(column, value)
     model.minimize(cp_model.LinearExpr.sum(columns))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.relative_gap_limit = settings.relative_gap
-    solver.parameters.random_seed = settings.seed
-    solver.parameters.max_deterministic_time = effort * settings.solver_time_limit_s
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        _LOGGER.info("CP-SAT ended as %s on %d rows", solver.status_name(status), len(needs))
-        return None, 0, False
-    values = np.array([solver.value(column) for column in columns], dtype=np.int64)
-    bound = math.ceil(solver.best_objective_bound - 1e-6)
-    return values, bound, status == cp_model.OPTIMAL
+    return model, columns

@@ -5,8 +5,11 @@ With c(k) recomputed layers the moment needs, in bytes,
 
     base + transient - sum over W of saving(k) * c(k),   saving = saved - input bytes of one layer
 
-which must not exceed the limit. Deviation: the paper's windows leave out what only the executor
-shows: K/V arenas, dK/dV of the sequence in backward, and the transient of a recomputed layer.
+which must not exceed the limit. The transient of the chunk at work is larger once it recomputes
+every layer of the stage, so its last layer saves less in its own moments than elsewhere; with that,
+a choice of counts keeps the rows exactly where it fits.
+Deviation: the paper's windows leave out what only the executor shows: K/V arenas, dK/dV of the
+sequence in backward, and the transients.
 """
 
 from __future__ import annotations
@@ -147,20 +150,22 @@ class StageMoments:
         binds = ~(fits & (need <= own_layers))
         if (need > self.layers * self.live_saving)[binds].any():
             return None
-        return need, binds & ~_dominated(self, need, saving[self.chunk], binds)
+        return need, binds & ~_dominated(self, need, own_layers, np.zeros_like(need), binds)
 
 
 @dataclass(frozen=True)
 class MemoryRows:
     """Rows `sum of coefficient * c(stage, variable) >= need` in coordinate form.
 
-    Arrays `row`, `variable` and `coefficient` are [entry]; `need` and `stage` are [row]. The count
-    of stage p and variable v is min(C[v], layers of p), Eq. 16.
+    Arrays `row`, `variable`, `coefficient` and `last` are [entry]; `need` and `stage` are [row].
+    The count of stage p and variable v is min(C[v], layers of p), Eq. 16; the last layer of the
+    stage counts `last`, at most `coefficient`.
     """
 
     row: IntArray
     variable: IntArray
     coefficient: IntArray
+    last: IntArray
     need: IntArray
     stage: IntArray
 
@@ -225,25 +230,30 @@ class PipelineMemory:
             np.concatenate([part.row + o for part, o in zip(kept, offsets, strict=False)]),
             *(
                 np.concatenate([getattr(part, name) for part in kept])
-                for name in ("variable", "coefficient", "need", "stage")
+                for name in ("variable", "coefficient", "last", "need", "stage")
             ),
         )
 
     def _stage_rows(self, moments: StageMoments, limit_bytes: int) -> MemoryRows | None:
-        selected = moments.binding(limit_bytes, self.bytes.saving)
-        if selected is None:
+        saving = self.bytes.saving[moments.chunk]
+        lost = np.maximum(moments.charged - moments.plain, 0)
+        need = moments.base + moments.plain + np.maximum(lost - saving, 0) - limit_bytes
+        lost, own = np.minimum(lost, saving), moments.layers * saving
+        binds = (moments.base + moments.plain > limit_bytes) | (need + lost > own)
+        if (need + lost > moments.layers * moments.live_saving)[binds].any():
             return None
-        need, keeps = selected
-        binding = np.flatnonzero(keeps)
+        binding = np.flatnonzero(binds & ~_dominated(moments, need, own, lost, binds))
         chunks = np.array(self.forward, dtype=np.int64)
         entered, left = self._lifetimes(moments)
         live = (entered[None] <= binding[:, None]) & (binding[:, None] <= left[None])
         row, column = np.nonzero(live)
-        shift = self.layout.pp - 1 - moments.stage
+        chunk, at = chunks[column], binding[row]
+        is_own = chunk == moments.chunk[at]
         return MemoryRows(
             row,
-            self.position[chunks[column]] + shift,
-            self.bytes.saving[chunks[column]],
+            self.position[chunk] + self.layout.pp - 1 - moments.stage,
+            self.bytes.saving[chunk],
+            self.bytes.saving[chunk] - np.where(is_own, lost[at], 0),
             need[binding],
             np.full(binding.size, moments.stage, dtype=np.int64),
         )
@@ -258,21 +268,29 @@ class PipelineMemory:
 
 
 def _dominated(
-    moments: StageMoments, need: IntArray, saving: IntArray, binds: NDArray[np.bool_]
+    moments: StageMoments,
+    need: IntArray,
+    own: IntArray,
+    lost: IntArray,
+    binds: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
     """Moments whose row follows from a binding neighbour's: a live set within it, no larger need.
 
     Row W' with W inside it implies row W when need' minus all that W' \\ W can save covers need.
+    `own` is what all layers of the chunk at work save, `lost` the part its last layer does not save
+    at its own moments.
     """
-    gain = moments.layers * saving
     first_back, second_back = moments.is_backward[:-1], moments.is_backward[1:]
     earlier, later = need[:-1], need[1:]
-    growing = ~first_back & ~second_back & (later - gain[1:] >= earlier)
-    shrinking = first_back & second_back & (earlier - gain[:-1] >= later)
+    most = own - lost
+    growing = ~first_back & ~second_back & (later - most[1:] - lost[:-1] >= earlier)
+    shrinking = first_back & second_back & (earlier - most[:-1] - lost[1:] >= later)
     turn = ~first_back & second_back
+    forward_follows = turn & (later - lost[:-1] >= earlier)
+    backward_follows = turn & (earlier - lost[1:] >= later) & ~forward_follows
     dominated = np.zeros(need.size, dtype=np.bool_)
-    dominated[:-1] |= (growing | (turn & (later >= earlier))) & binds[1:]
-    dominated[1:] |= (shrinking | (turn & (earlier > later))) & binds[:-1]
+    dominated[:-1] |= (growing | forward_follows) & binds[1:]
+    dominated[1:] |= (shrinking | backward_follows) & binds[:-1]
     return dominated
 
 

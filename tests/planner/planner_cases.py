@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ds_infinipipe.planner.memory import MemoryModel
@@ -13,6 +14,12 @@ from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, Layout, ModelSpec, mak
 from ds_infinipipe.planner.types import Chunk, Slice
 
 CLUSTER = replace(BUILTIN_CLUSTERS["cpu-local"], memory_bytes=2**30)
+
+
+def unhurried(max_examples: int = 100) -> settings:
+    """For properties: a busy machine is no failure."""
+    slow = [HealthCheck.too_slow]
+    return settings(deadline=None, max_examples=max_examples, suppress_health_check=slow)
 
 
 def tiny_model(num_layers: int) -> ModelSpec:

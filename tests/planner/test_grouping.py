@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_cases import batched, cut
+from planner_cases import batched, cut, unhurried
 
 from ds_infinipipe.planner.grouping import Partition, partition_classes, slice_classes
 from ds_infinipipe.planner.types import Chunk, Slice
@@ -37,6 +37,7 @@ def grouping_cases(draw: st.DrawFn) -> tuple[int, float, Costs]:
 
 
 @given(grouping_cases())
+@unhurried()
 def test_dynamic_programming_equals_exhaustive_search(case: tuple[int, float, Costs]) -> None:
     num_classes, overhead_s, costs = case
     found = partition_classes(num_classes, overhead_s, lambda i, j, _: costs[i, j])
@@ -50,6 +51,7 @@ def test_dynamic_programming_equals_exhaustive_search(case: tuple[int, float, Co
 
 
 @given(grouping_cases(), st.integers(0, 60))
+@unhurried()
 def test_a_cutoff_keeps_the_optimum_or_reports_that_none_is_below(
     case: tuple[int, float, Costs], cutoff_s: int
 ) -> None:

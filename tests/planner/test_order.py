@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planner_cases import unhurried
 
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.order import (
@@ -93,6 +94,7 @@ def test_a_window_below_the_slices_of_a_sequence_is_refused() -> None:
     slices=st.lists(st.integers(1, 5), min_size=1, max_size=8),
     pp=st.integers(1, 5),
 )
+@unhurried()
 def test_every_stage_runs_each_forward_once_before_its_backward(slices: list[int], pp: int) -> None:
     chunks = [chunk for i, n in enumerate(slices) for chunk in cut(i, *[2] * n)]
     forward = forward_order(chunks, range(len(chunks)))

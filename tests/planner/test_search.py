@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
-from planner_cases import CLUSTER, tiny_model
+from planner_cases import CLUSTER, tiny_model, unhurried
 
 from ds_infinipipe.data.lengths import sample_lengths
 from ds_infinipipe.errors import DataError, InfeasiblePlanError, ScheduleError
@@ -39,7 +39,9 @@ def plan_tiny(
         model=model,
         cluster=CLUSTER,
         layout=make_layout(model, pp, sp),
-        settings=PlannerSettings.model_validate({"loss_block_tokens": 16, **knobs}),
+        settings=PlannerSettings.model_validate(
+            {"mode": "paper", "loss_block_tokens": 16, **knobs}
+        ),
     )
 
 
@@ -51,7 +53,9 @@ def plan_github(seed: int, memory_gib: float, law: str = "github-b", **knobs: ob
         model=LLAMA,
         cluster=A800,
         layout=make_layout(LLAMA, 4, 8),
-        settings=PlannerSettings.model_validate({"memory_limit_gib": memory_gib, **knobs}),
+        settings=PlannerSettings.model_validate(
+            {"mode": "paper", "memory_limit_gib": memory_gib, **knobs}
+        ),
     )
 
 
@@ -137,7 +141,7 @@ def test_a_sequence_that_cannot_fit_is_named_with_stage_bytes_limit_and_repair()
             model=LLAMA,
             cluster=A800,
             layout=make_layout(LLAMA, 4, 8),
-            settings=PlannerSettings(memory_limit_gib=40.0),
+            settings=PlannerSettings(mode="paper", memory_limit_gib=40.0),
         )
     text = str(caught.value)
     assert text.startswith("sequence 1 of 4000000 tokens, ")
@@ -251,7 +255,7 @@ def test_the_plan_is_verified_before_it_is_returned(monkeypatch: pytest.MonkeyPa
     recompute=st.sampled_from(["adaptive", "adaptive", "none", "full"]),
     zero_stage=st.sampled_from([0, 3]),
 )
-@settings(deadline=None, max_examples=150)
+@unhurried(max_examples=150)
 def test_every_batch_is_planned_and_verified_or_declared_infeasible(
     lengths: list[int],
     layers: int,
@@ -267,7 +271,7 @@ def test_every_batch_is_planned_and_verified_or_declared_infeasible(
     layout = make_layout(model, pp, sp)
     states = max(MemoryModel(model, layout, zero_stage=zero_stage).static_bytes)
     limit_gib = (states + room * 3000 * max(lengths)) / GIB
-    knobs = {"alignment": alignment, "solver": solver, "recompute": recompute}
+    knobs = {"mode": "paper", "alignment": alignment, "solver": solver, "recompute": recompute}
     planner = PlannerSettings.model_validate(
         {"memory_limit_gib": limit_gib, "loss_block_tokens": 16, **knobs}
     )
