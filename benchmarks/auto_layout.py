@@ -28,7 +28,9 @@ CLUSTER = "a800-80g-4x8"
 SYSTEMS = ("ours", "seq1f1b", "dapple", "deepspeed", "flexsp", "megatron")
 
 
-def one_setting(model_name: str, law: str, context_k: int, seed: int, num: int) -> dict[str, Any]:
+def one_setting(
+    model_name: str, law: str, context_k: int, seed: int, num: int, mode: str
+) -> dict[str, Any]:
     """Step times of every system in its tuned configuration; None where nothing fits."""
     rng = np.random.default_rng(seed)
     lengths = tuple(int(n) for n in sample_lengths(law, num, 1024 * context_k, rng))
@@ -38,7 +40,7 @@ def one_setting(model_name: str, law: str, context_k: int, seed: int, num: int) 
         model,
         cluster,
         make_layout(model, 4, 8),
-        PlannerSettings(),
+        PlannerSettings.model_validate({"mode": mode}),
         other_layouts=possible_layouts(model, cluster.num_devices),
     )
     started_s = time.perf_counter()
@@ -84,6 +86,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["llama-7b", "llama-13b", "llama-30b"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[48, 96, 192], metavar="K")
     parser.add_argument("--laws", nargs="+", default=["github-a", "github-b", "commoncrawl"])
+    parser.add_argument("--mode", default=PlannerSettings().mode)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-sequences", type=int, default=512)
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -92,7 +95,9 @@ def main() -> int:
     for law in args.laws:
         for model in args.models:
             for context in args.contexts:
-                rows.append(one_setting(model, law, context, args.seed, args.num_sequences))
+                rows.append(
+                    one_setting(model, law, context, args.seed, args.num_sequences, args.mode)
+                )
                 print(_line(rows[-1]), flush=True)
                 args.out.parent.mkdir(exist_ok=True)
                 content = {"command": " ".join(["python", *sys.argv]), "rows": rows}

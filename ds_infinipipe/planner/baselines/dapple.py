@@ -23,11 +23,26 @@ CAPACITY_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 def dapple(workload: Workload) -> tuple[BaselineResult, ...]:
     """Micro-batches of the longest sequence's size, then of the best size."""
-    results = [_run(w, TUNED, factor) for w in workload.variants for factor in CAPACITY_FACTORS]
+    results: list[BaselineResult] = []
+    below_s = math.inf
+    for variant in workload.variants:
+        for factor in CAPACITY_FACTORS:
+            results.append(_run(variant, TUNED, factor, below_s))
+            if results[-1].feasible:
+                below_s = min(below_s, results[-1].step_time_s)
     return (_run(workload, PAPER, 1.0), fastest(results))
 
 
-def _run(workload: Workload, configuration: str, factor: float) -> BaselineResult:
+def _run(
+    workload: Workload, configuration: str, factor: float, below_s: float = math.inf
+) -> BaselineResult:
     size = math.ceil(factor * workload.longest)
     chunker = fixed_size_chunker(workload, size)
-    return run_pipeline(NAME, configuration, workload, chunker, f"whole sequences, {size:,} tokens")
+    return run_pipeline(
+        NAME,
+        configuration,
+        workload,
+        chunker,
+        f"whole sequences, {size:,} tokens",
+        below_s=below_s,
+    )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.planner.baselines.result import BaselineResult, Workload, infeasible
 from ds_infinipipe.planner.costs import ChunkCosts, CostModel, chunk_sizes
+from ds_infinipipe.planner.layout_bounds import work_bound_s
 from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
@@ -25,6 +26,7 @@ from ds_infinipipe.planner.order import (
     window_size,
 )
 from ds_infinipipe.planner.replicas import split_batch
+from ds_infinipipe.planner.schedule_arrays import simulate_schedule, static_schedule
 from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import Layout
 from ds_infinipipe.planner.types import Chunk, Op, PipelinePlan
@@ -85,7 +87,10 @@ class PipelineCase:
 
     @property
     def lower_bound_s(self) -> float:
-        """Work of the busiest stage without recomputation."""
+        """The step without recomputation; of GPipe only the work of the busiest stage."""
+        if not self.keeps_all_in_flight:
+            schedule = static_schedule(self.chunks, self.layout.pp)
+            return simulate_schedule(schedule, self.costs).makespan_s
         work = self.costs.forward_s + self.costs.backward_s
         return float(work.sum(axis=1).max())
 
@@ -190,7 +195,8 @@ def run_pipeline(
 ) -> BaselineResult:
     """One step of `workload` on its layout with the chunks that `chunker` makes of each replica.
 
-    Not simulated where the work alone takes `below_s` or more: it then counts as infeasible.
+    Not tried where it takes `below_s` or more even without recomputation: it then counts as
+    infeasible.
     """
     layout = workload.layout
     note = f"pp {layout.pp}, sp {layout.sp}, dp {layout.dp}, {note}"
@@ -202,6 +208,13 @@ def run_pipeline(
         zero_stage=workload.zero_stage,
         loss_block_tokens=workload.settings.loss_block_tokens,
     )
+    bound_s = work_bound_s(
+        workload.lengths, workload.model, workload.cluster, layout, workload.zero_stage
+    )
+    if bound_s >= below_s:
+        return infeasible(name, configuration, f"{note}: slower even without recomputation")
+    if max(memory.static_bytes) >= workload.limit_bytes:
+        return infeasible(name, configuration, f"{note}: no room beside the model states")
     runs: list[PipelineRun] = []
     for share in split_batch(workload.lengths, layout.dp, cost):
         if not share:
@@ -209,7 +222,7 @@ def run_pipeline(
         chunks = chunker([workload.lengths[i] for i in share])
         case = PipelineCase.of(chunks, cost, memory, keeps_all_in_flight)
         if case.lower_bound_s >= below_s:
-            return infeasible(name, configuration, f"{note}: its work alone is slower")
+            return infeasible(name, configuration, f"{note}: slower even without recomputation")
         run = case.run(workload.limit_bytes, recompute)
         if run is None:
             limit = f"{workload.limit_bytes / _GIB:.2f} GiB"

@@ -33,7 +33,7 @@ class Workload:
     @property
     def variants(self) -> tuple[Workload, ...]:
         """The same batch on each layout that is open to tuning."""
-        layouts = (self.layout, *(o for o in self.other_layouts if o != self.layout))
+        layouts = [self.layout, *(o for o in self.other_layouts if o != self.layout)]
         return tuple(replace(self, layout=layout, other_layouts=()) for layout in layouts)
 
     @property
