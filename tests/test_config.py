@@ -81,7 +81,7 @@ def test_every_field_has_a_docstring(section: type[BaseModel]) -> None:
             "infinipipe.planner.memory_limit_gb is unknown; did you mean 'memory_limit_gib'?",
         ),
         ({"data": {"tokeniser": "bytes"}}, "infinipipe.data.tokeniser is unknown; did you mean"),
-        ({"qqq": 1}, "infinipipe.qqq is unknown; known are cluster, data, debug, model"),
+        ({"qqq": 1}, "infinipipe.qqq is unknown; known are checkpoint, cluster, data, debug, model"),
     ],
 )
 def test_an_unknown_key_names_its_path_and_close_matches(

@@ -46,10 +46,11 @@ def _logits(folder: Path) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_exported_model_has_the_engines_logits(tmp_path: Path, tied: bool) -> None:
-    case = replace(CASE, tied=tied)
-    wanted = run_ranks(_train_and_save, 4, case, str(tmp_path / "saved"))[0]
+@pytest.mark.parametrize(("pp", "tied"), [(1, False), (2, True)])
+def test_the_exported_model_has_the_engines_logits(tmp_path: Path, pp: int, tied: bool) -> None:
+    case = replace(CASE, pp=pp, tied=tied)
+    folder = str(tmp_path / "saved")
+    wanted = run_ranks(_train_and_save, 2 * pp, case, folder, timeout=200.0)[0]
     assert main(["export-hf", str(tmp_path / "saved"), str(tmp_path / "whole")]) == 0
     assert torch.equal(_logits(tmp_path / "whole"), wanted)
 
