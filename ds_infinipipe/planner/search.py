@@ -49,8 +49,8 @@ def plan_batch(
 ) -> Plan:
     """Plan one optimizer step over sequences of `lengths` tokens; verified before it is returned.
 
-    Mode `lean`: see lean/search.py; where no merged stream fits, as in paper mode with greedy
-    recomputation. Mode `paper`: for every K up to the slice limit, chunks by Algorithm 1, pipelines
+    Mode `lean`: see lean/search.py; where no merged stream fits, as in paper
+    mode. Mode `paper`: for every K up to the slice limit, chunks by Algorithm 1, pipelines
     by Eq. 14, recomputation by Algorithm 2. The K with the smallest proxy of Eq. 13 plus steady
     work is executed, as in the paper. The same arguments always give the same plan.
 
@@ -79,7 +79,8 @@ def plan_batch(
             )
             verify_plan(plan)
             return plan
-        settings = settings.model_copy(update={"solver": "greedy"})
+        slices = settings.model_copy(update={"mode": "paper"}).slice_limit(layout.pp)
+        settings = settings.model_copy(update={"max_slices": slices})
     source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
     chunkings: list[Chunking] = []
     found = _search(source, chunkings, deadline)

@@ -23,7 +23,7 @@ class PlannerSettings(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
-    mode: Literal["lean", "paper"] = "paper"
+    mode: Literal["lean", "paper"] = "lean"
     """`lean`: a mesh per sequence, balanced packing beside any slice, one stream, chosen by
     simulation. `paper`: one mesh for all, grouping by dynamic programming, Algorithm 2."""
 

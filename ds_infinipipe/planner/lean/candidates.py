@@ -25,7 +25,7 @@ from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.schedule_arrays import ScheduleArrays
 from ds_infinipipe.planner.settings import PlannerSettings
 
-__all__ = ["LeanCandidate", "list_candidates"]
+__all__ = ["CandidateSpace", "LeanCandidate", "list_candidates", "list_frugal"]
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -33,7 +33,7 @@ _RAMP_SHORT = StreamShape(lead=(0.3, 0.6), trail=(0.75, 0.5, 0.25), growth=1.0)
 _RAMP_LONG = StreamShape(lead=(0.1, 0.2, 0.4, 0.8), trail=(0.67, 0.45, 0.3, 0.2), growth=1.0)
 _SHAPES = (StreamShape(), _RAMP_SHORT, _RAMP_LONG)
 _TOKEN_FACTORS = (1.0, 1.4, math.inf)
-_COARSE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
+_FEW_SLICES = (1, 2, 4)
 _TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short ones
 
 
@@ -53,7 +53,7 @@ class LeanCandidate:
 
 
 @dataclass(frozen=True)
-class _Space:
+class CandidateSpace:
     """What all candidates of a batch share."""
 
     batch: SortedBatch
@@ -63,6 +63,23 @@ class _Space:
     settings: PlannerSettings
     rates: FloatArray
     typical_token_s: float
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        cost: CostModel,
+        memory: MemoryModel,
+        limit_bytes: int,
+        settings: PlannerSettings,
+    ) -> CandidateSpace:
+        batch = SortedBatch.of(lengths, cost)
+        rates, token_s = stage_rates(cost), _typical_token_s(batch, cost)
+        return cls(batch, cost, memory, limit_bytes, settings, rates, token_s)
+
+    @property
+    def most_slices(self) -> int:
+        return self.settings.slice_limit(self.cost.layout.pp)
 
     @property
     def sp(self) -> int:
@@ -75,8 +92,7 @@ class _Space:
         while multiple > 1.0:
             yield 1, longest_s * multiple
             multiple /= math.sqrt(2.0)
-        most = self.settings.slice_limit(self.cost.layout.pp)
-        for k in range(1, most + 1):
+        for k in range(1, self.most_slices + 1):
             yield k, longest_s / k
 
     def token_limits(self, k: int, target_s: float) -> list[int]:
@@ -93,10 +109,9 @@ class _Space:
         return sorted(set(limits))
 
     def candidate(
-        self, k: int, target_s: float, max_tokens: int, shape: StreamShape
+        self, k: int, target_s: float, max_tokens: int, shape: StreamShape, most: int
     ) -> LeanCandidate:
         unit = math.lcm(self.sp, self.settings.alignment)
-        most = self.settings.slice_limit(self.cost.layout.pp)
         mesh = cut_batch(self.batch, self.cost, target_s, max_tokens, most, unit)
         packed = pack_batch(self.batch, mesh, self.rates, target_s, max_tokens, shape)
         schedule = build_stream(packed, self.cost.layout.pp, shape.growth, shape.extra)
@@ -104,32 +119,31 @@ class _Space:
         return LeanCandidate(k, shape, packed, schedule, costs, simulate_s(schedule, costs))
 
 
-def list_candidates(
-    lengths: Sequence[int],
-    cost: CostModel,
-    memory: MemoryModel,
-    limit_bytes: int,
-    settings: PlannerSettings,
-    deadline: Deadline,
-) -> list[LeanCandidate]:
+def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandidate]:
     """All that were tried until the deadline, least bound first; at least one."""
-    batch = SortedBatch.of(lengths, cost)
-    space = _Space(
-        batch,
-        cost,
-        memory,
-        limit_bytes,
-        settings,
-        stage_rates(cost),
-        _typical_token_s(batch, cost),
-    )
     found: list[LeanCandidate] = []
     for k, target_s in space.targets():
         for max_tokens in space.token_limits(k, target_s):
             for shape in _SHAPES:
                 if found and deadline.is_over:
                     break
-                found.append(space.candidate(k, target_s, max_tokens, shape))
+                found.append(space.candidate(k, target_s, max_tokens, shape, space.most_slices))
+    return sorted(found, key=lambda c: c.bound_s)
+
+
+def list_frugal(space: CandidateSpace) -> list[LeanCandidate]:
+    """What needs little memory, least bound first: short chunks, long sequences in few slices.
+
+    K/V and their gradients of a cut sequence can outweigh what recomputing it whole keeps.
+    """
+    limits = {min(most, space.most_slices) for most in (*_FEW_SLICES, space.most_slices)}
+    shapes = {StreamShape(), StreamShape(spread=space.cost.layout.pp)}
+    found = [
+        space.candidate(k, target_s, min(space.token_limits(k, target_s)), shape, most)
+        for k, target_s in space.targets()
+        for most in sorted(limits)
+        for shape in sorted(shapes, key=lambda shape: shape.spread)
+    ]
     return sorted(found, key=lambda c: c.bound_s)
 
 

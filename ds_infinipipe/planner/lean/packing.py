@@ -33,6 +33,8 @@ class StreamShape:
     trail: tuple[float, ...] = ()
     growth: float = 0.0
     extra: int = 0
+    spread: int = 1
+    """Full chunks that follow each other come from as many size classes, to use less memory."""
 
     def num_early(self, num_split: int) -> int:
         """Full chunks before the cut sequences, enough for the window to grow."""
@@ -257,7 +259,14 @@ def _stream_order(
     lead = bins[ramp < num_lead][::-1]
     trail = bins[(ramp >= num_lead) & (ramp < num_lead + num_trail)]
     full = bins[ramp >= num_lead + num_trail]
+    full = _spread(full, shape.spread)
     early = shape.num_early(int(mesh.slices.max(initial=1)))
     blocks = np.lexsort((mesh.rank, -mesh.slices))  # stable: slices of a sequence stay in order
     order = np.concatenate([lead, full[:early], blocks, full[early:], trail])
     return np.asarray(order[tokens[order] > 0])
+
+
+def _spread(bins: IntArray, num_classes: int) -> IntArray:
+    """One bin of each of `num_classes` equal parts in turn."""
+    part = max(1, -(-bins.size // num_classes))
+    return bins[np.argsort(np.arange(bins.size) % part, kind="stable")]

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
-from ds_infinipipe.planner.lean.candidates import LeanCandidate, list_candidates
+from ds_infinipipe.planner.lean.candidates import (
+    CandidateSpace,
+    LeanCandidate,
+    list_candidates,
+    list_frugal,
+)
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
 from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
 from ds_infinipipe.planner.lean.stream import simulate_s
@@ -28,6 +33,7 @@ IntArray: TypeAlias = NDArray[np.int64]
 _MOST_SOLVES = 3
 _MOST_FIRST = 4
 _MOST_MEASURED = 14
+_MOST_FITTING = 8
 _MAKESPAN_SIZE = 6000
 
 
@@ -116,10 +122,10 @@ def search_lean(
     first; where none of them fits as it is, the best of every K too. Recomputation is estimated by
     rounding, then solved for the most promising.
     """
-    candidates = list_candidates(lengths, cost, memory, limit_bytes, settings, deadline)
+    space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings)
     search = _Search(memory, limit_bytes, settings, deadline)
-    best = search.best_first(candidates)
-    return search.first_that_fits(candidates) if best is None else best
+    best = search.best_first(list_candidates(space, deadline))
+    return search.first_that_fits(list_frugal(space)) if best is None else best
 
 
 class _Search:
@@ -187,18 +193,24 @@ class _Search:
         return measured.candidate.bound_s < self.best_s and not self.deadline.is_over
 
     def first_that_fits(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
-        """Whatever fits, with equal counts if need be; also after the deadline."""
+        """The best of the first few that fit at all; after the deadline the first."""
+        num_found = 0
         for candidate in candidates:
+            is_late = self.deadline.is_over and self.best is not None
+            if num_found == _MOST_FITTING or candidate.bound_s >= self.best_s or is_late:
+                break
             measured = _Measured(candidate, self.memory, self.limit_bytes)
-            if self.settings.recompute == "none":
-                choice = measured.choice(measured.equal_counts(0))
-            elif self.settings.recompute == "full":
-                choice = measured.choice(measured.equal_counts(measured.all_layers))
-            else:
-                choice = measured.round_up() or measured.uniform()
-            if choice is not None:
-                return choice
-        return None
+            num_found += self.keep(self._anyhow(measured)) is not None
+        return self.best
+
+    def _anyhow(self, measured: _Measured) -> LeanChoice | None:
+        if self.settings.recompute == "none":
+            return measured.choice(measured.equal_counts(0))
+        if self.settings.recompute == "full":
+            return measured.choice(measured.equal_counts(measured.all_layers))
+        if self.settings.solver == "greedy" or self.deadline.is_over:
+            return measured.uniform()
+        return measured.solve_stages() or measured.uniform()
 
 
 def _promising(candidates: Sequence[LeanCandidate]) -> list[LeanCandidate]:
