@@ -86,7 +86,7 @@ def test_wrong_overrides_are_one_paragraph(override: str, expected: str) -> None
 
 
 def test_a_multirun_over_two_planner_settings_predicts_both(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "planner=adaptive,full_recompute", "infinipipe.data.context_length=2048")
+    done = sweep(tmp_path, "planner=lean,full_recompute", "infinipipe.data.context_length=2048")
     assert done.returncode == 0, done.stderr
     outcomes = [json.loads((tmp_path / f"out/{i}/prediction.json").read_text()) for i in (0, 1)]
     assert [o["status"] for o in outcomes] == ["planned", "planned"]
@@ -120,7 +120,7 @@ def test_a_training_sweep_starts_the_launcher_for_every_point(
     )
     done = sweep(
         tmp_path,
-        "planner=adaptive,greedy",
+        "planner=lean,greedy",
         "infinipipe.data.context_length=1024",
         "infinipipe.data.over_length=truncate",
         "sweep.run=train",
@@ -135,7 +135,7 @@ def test_a_training_sweep_starts_the_launcher_for_every_point(
 
 
 def test_a_wrong_sweep_is_exit_code_2(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "planner=adaptive,magic")
+    done = sweep(tmp_path, "planner=lean,magic")
     assert done.returncode == 2
     assert "Could not find 'planner/magic'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """Hydra multirun: compose a JSON for each point, predict its steps, and train it if asked to.
 
-infinipipe sweep planner=adaptive,full_recompute sweep.lengths=github-b:64
+infinipipe sweep planner=lean,full_recompute sweep.lengths=github-b:64
 """
 
 from __future__ import annotations

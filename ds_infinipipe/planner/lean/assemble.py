@@ -56,7 +56,7 @@ def assemble_lean(
         solver=SolverStats(
             mode=settings.mode,
             k=choice.candidate.k,
-            status="feasible",
+            status=choice.status,
             gap=1 - bound_s / simulated.makespan_s,
             time_s=time.perf_counter() - started_s,
             note=choice.note,

@@ -25,7 +25,7 @@ from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.schedule_arrays import ScheduleArrays
 from ds_infinipipe.planner.settings import PlannerSettings
 
-__all__ = ["CandidateSpace", "LeanCandidate", "list_candidates", "list_frugal"]
+__all__ = ["CandidateSpace", "LeanCandidate", "iterate_frugal", "list_candidates"]
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -131,20 +131,20 @@ def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandi
     return sorted(found, key=lambda c: c.bound_s)
 
 
-def list_frugal(space: CandidateSpace) -> list[LeanCandidate]:
-    """What needs little memory, least bound first: short chunks, long sequences in few slices.
+def iterate_frugal(space: CandidateSpace) -> Iterator[LeanCandidate]:
+    """What needs little memory: short chunks, long sequences in few slices; shortest chunks first.
 
     K/V and their gradients of a cut sequence can outweigh what recomputing it whole keeps.
     """
     limits = {min(most, space.most_slices) for most in (*_FEW_SLICES, space.most_slices)}
-    shapes = {StreamShape(), StreamShape(spread=space.cost.layout.pp)}
-    found = [
-        space.candidate(k, target_s, min(space.token_limits(k, target_s)), shape, most)
-        for k, target_s in space.targets()
-        for most in sorted(limits)
-        for shape in sorted(shapes, key=lambda shape: shape.spread)
-    ]
-    return sorted(found, key=lambda c: c.bound_s)
+    shapes = [StreamShape()]
+    if space.cost.layout.pp > 1:
+        shapes.append(StreamShape(spread=space.cost.layout.pp))
+    for k, target_s in reversed(list(space.targets())):
+        max_tokens = min(space.token_limits(k, target_s))
+        for most in sorted(limits, reverse=True):
+            for shape in shapes:
+                yield space.candidate(k, target_s, max_tokens, shape, most)
 
 
 def _typical_token_s(batch: SortedBatch, cost: CostModel) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -16,8 +16,8 @@ from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.lean.candidates import (
     CandidateSpace,
     LeanCandidate,
+    iterate_frugal,
     list_candidates,
-    list_frugal,
 )
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
 from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
@@ -45,6 +45,7 @@ class LeanChoice:
     counts: IntArray
     makespan_s: float
     arrays: MemoryArrays
+    status: str = "feasible"
     note: str = ""
 
 
@@ -125,7 +126,13 @@ def search_lean(
     space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings)
     search = _Search(memory, limit_bytes, settings, deadline)
     best = search.best_first(list_candidates(space, deadline))
-    return search.first_that_fits(list_frugal(space)) if best is None else best
+    status = "feasible"
+    if best is None:
+        best, status = search.first_that_fits(iterate_frugal(space)), "fallback"
+    if best is None:
+        return None
+    late = f"deadline of {deadline.limit_s:.3g} s reached, the best plan so far is taken"
+    return replace(best, status=status, note=late if deadline.is_over else "")
 
 
 class _Search:
@@ -192,9 +199,11 @@ class _Search:
     def _is_worth(self, measured: _Measured) -> bool:
         return measured.candidate.bound_s < self.best_s and not self.deadline.is_over
 
-    def first_that_fits(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
-        """The best of the first few that fit at all; after the deadline the first."""
+    def first_that_fits(self, candidates: Iterable[LeanCandidate]) -> LeanChoice | None:
+        """The best of the few of least bound that fit; after the deadline any that fits."""
         num_found = 0
+        if not self.deadline.is_over:
+            candidates = sorted(candidates, key=lambda candidate: candidate.bound_s)
         for candidate in candidates:
             is_late = self.deadline.is_over and self.best is not None
             if num_found == _MOST_FITTING or candidate.bound_s >= self.best_s or is_late:
