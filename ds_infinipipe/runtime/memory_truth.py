@@ -132,6 +132,8 @@ def _compare_step(
     batch = _random_batch(case, rng)
     is_planned = case.random_plans <= step < case.random_plans + case.planned
     plan = _planned(engine, case, batch) if is_planned else _random(engine, case, batch, rng)
+    if case.zero_stage == 0:
+        _make_gradients(engine)
     with MemoryMeter(engine) as meter:
         engine.train_plan(plan, batch)
     use, stage = meter.use, engine.stage_id
@@ -141,9 +143,7 @@ def _compare_step(
         zero_stage=plan.zero_stage,
         loss_block_tokens=plan.loss_block_tokens,
     )
-    # ZeRO-0 makes gradients in the first backward of a step, the model counts them as states; the
-    # reduction's bucket is a setting of DeepSpeed that the model does not know
-    gradients = _parameter_bytes(engine) if case.zero_stage == 0 else 0
+    # the reduction's bucket is a setting of DeepSpeed that the model does not know
     bucket = _BUCKET_ELEMENTS * case.dtype.itemsize if case.zero_stage == 3 else 0
     states = model.state_bytes[stage]
     counts = [count for p in plan.pipelines for count in p.recompute[stage]]
@@ -152,16 +152,22 @@ def _compare_step(
         is_planned=is_planned,
         num_tokens=plan.num_tokens,
         recomputed_share=float(np.mean(counts)) / plan.layout.stage_layers[stage],
-        measured_states=use.start_bytes - foreign_bytes + gradients - bucket,
+        measured_states=use.start_bytes - foreign_bytes - bucket,
         predicted_states=states,
-        measured_step=use.dynamic_bytes - gradients,
+        measured_step=use.dynamic_bytes,
         predicted_step=plan.predicted.peak_bytes[stage] - states,
         by_kind={kind.value: count for kind, count in use.by_kind.items() if count},
     )
 
 
-def _parameter_bytes(engine: InfiniPipeEngine) -> int:
-    return sum(p.nbytes for p in engine.module.parameters())
+def _make_gradients(engine: InfiniPipeEngine) -> None:
+    """Gradients from the start of the step, as the model counts them for ZeRO-0.
+
+    Left alone they come with the first backward, so a peak before it would need less.
+    """
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.sharding.begin_step = lambda: None  # type: ignore[method-assign]
 
 
 def _random_batch(case: MemoryCase, rng: np.random.Generator) -> StepBatch:
