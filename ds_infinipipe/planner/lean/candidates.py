@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -29,11 +29,15 @@ __all__ = ["CandidateSpace", "LeanCandidate", "iterate_frugal", "list_candidates
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
-_RAMP_SHORT = StreamShape(lead=(0.3, 0.6), trail=(0.75, 0.5, 0.25), growth=1.0)
-_RAMP_LONG = StreamShape(lead=(0.1, 0.2, 0.4, 0.8), trail=(0.67, 0.45, 0.3, 0.2), growth=1.0)
+_RAMP_SHORT = StreamShape(lead=(0.34, 0.56), trail=(0.9, 0.7, 0.5, 0.4), growth=1.0)
+_RAMP_LONG = StreamShape(
+    lead=(0.2, 0.33, 0.53, 0.81), trail=(0.95, 0.85, 0.75, 0.6, 0.4, 0.3), growth=1.0
+)
 _SHAPES = (StreamShape(), _RAMP_SHORT, _RAMP_LONG)
 _TOKEN_FACTORS = (1.0, 1.4, math.inf)
 _FEW_SLICES = (1, 2, 4)
+_MOST_NEIGHBOURS, _LEAST_NEIGHBOURS = 250, 20
+_NEIGHBOUR_SIZE = 150_000  # chunks times stages of all neighbours together
 _TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short ones
 
 
@@ -45,6 +49,8 @@ class LeanCandidate:
     """
 
     k: int
+    target_s: float
+    max_tokens: int
     shape: StreamShape
     packed: PackedBatch
     schedule: ScheduleArrays
@@ -116,7 +122,8 @@ class CandidateSpace:
         packed = pack_batch(self.batch, mesh, self.rates, target_s, max_tokens, shape)
         schedule = build_stream(packed, self.cost.layout.pp, shape.growth, shape.extra)
         costs = stream_costs(packed, self.cost)
-        return LeanCandidate(k, shape, packed, schedule, costs, simulate_s(schedule, costs))
+        bound_s = simulate_s(schedule, costs)
+        return LeanCandidate(k, target_s, max_tokens, shape, packed, schedule, costs, bound_s)
 
 
 def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandidate]:
@@ -128,7 +135,51 @@ def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandi
                 if found and deadline.is_over:
                     break
                 found.append(space.candidate(k, target_s, max_tokens, shape, space.most_slices))
+    best = min(found, key=lambda c: c.bound_s)
+    if best.shape.lead or best.shape.trail:
+        found += _refine(space, best, deadline)
     return sorted(found, key=lambda c: c.bound_s)
+
+
+def _refine(space: CandidateSpace, best: LeanCandidate, deadline: Deadline) -> list[LeanCandidate]:
+    """Better and better neighbours of `best`: other ramps and chunk times, tried at random.
+
+    So many that it takes no longer than the search before it; the seed is that of the settings.
+    """
+    rng = np.random.default_rng(space.settings.seed)
+    size = best.packed.num_chunks * space.cost.layout.pp
+    better: list[LeanCandidate] = []
+    for _ in range(min(_MOST_NEIGHBOURS, max(_LEAST_NEIGHBOURS, _NEIGHBOUR_SIZE // size))):
+        if deadline.is_over:
+            break
+        target_s = best.target_s
+        if rng.random() < 0.5:
+            target_s *= float(np.exp(rng.normal(0.0, 0.08)))
+        other = space.candidate(
+            best.k, target_s, best.max_tokens, _neighbour(best.shape, rng), space.most_slices
+        )
+        if other.bound_s < best.bound_s:
+            best = other
+            better.append(other)
+    return better
+
+
+def _neighbour(shape: StreamShape, rng: np.random.Generator) -> StreamShape:
+    """Every share of the ramps a little different, or one ramp longer or shorter by a chunk."""
+    lead, trail = (
+        tuple(min(1.0, max(0.1, share * math.exp(rng.normal(0.0, 0.15)))) for share in ramp)
+        for ramp in (shape.lead, shape.trail)
+    )
+    change = rng.random()
+    if change < 0.1:
+        lead = (*lead, rng.uniform(0.2, 1.0))
+    elif change < 0.2:
+        lead = lead[1:]
+    elif change < 0.3:
+        trail = (*trail, rng.uniform(0.2, 1.0))
+    elif change < 0.4:
+        trail = trail[:-1]
+    return replace(shape, lead=lead, trail=trail, extra=int(rng.random() < 0.15))
 
 
 def iterate_frugal(space: CandidateSpace) -> Iterator[LeanCandidate]:
