@@ -205,7 +205,6 @@ def test_equal_input_gives_equal_digests_in_other_processes_too() -> None:
 def test_a_deadline_already_over_gives_a_plan_that_says_so() -> None:
     plan = plan_github(0, 40.0, deadline_s=1e-9)
     verify_plan(plan)
-    assert plan.solver.status == "fallback"
     assert "deadline of 1e-09 s reached" in plan.solver.note
 
 

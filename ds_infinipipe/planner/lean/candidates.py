@@ -37,7 +37,7 @@ _SHAPES = (StreamShape(), _RAMP_SHORT, _RAMP_LONG)
 _TOKEN_FACTORS = (1.0, 1.4, math.inf)
 _FEW_SLICES = (1, 2, 4)
 _MOST_NEIGHBOURS, _LEAST_NEIGHBOURS = 250, 20
-_NEIGHBOUR_SIZE = 150_000  # chunks times stages of all neighbours together
+_NEIGHBOUR_SIZE = 150_000  # chunks times stages of all neighbours of a start together
 _TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short ones
 
 
@@ -91,15 +91,20 @@ class CandidateSpace:
     def sp(self) -> int:
         return self.cost.layout.sp
 
-    def targets(self) -> Iterator[tuple[int, float]]:
-        """(K, target time) of chunks: the longest sequence's K-th part, or several of it."""
+    def targets(self) -> list[tuple[int, float]]:
+        """(K, target time) of chunks, the likely ones first.
+
+        The longest sequence's K-th part, or several times all of it. n chunks have n fixed costs
+        and leave about pp - 1 of them as bubbles: the sum is least at sqrt(cost * work / (pp - 1)).
+        """
         longest_s, total_s = float(self.batch.whole_s[0]), float(self.batch.work_s.sum())
-        multiple = 2.0 ** math.floor(math.log2(max(1.0, total_s / longest_s)))
-        while multiple > 1.0:
-            yield 1, longest_s * multiple
-            multiple /= math.sqrt(2.0)
-        for k in range(1, self.most_slices + 1):
-            yield k, longest_s / k
+        steps = max(0, math.floor(2 * math.log2(max(1.0, total_s / longest_s))))
+        found = [(1, longest_s * 2 ** (step / 2)) for step in range(steps, 0, -1)]
+        found += [(k, longest_s / k) for k in range(1, self.most_slices + 1)]
+        c, layout = self.cost.coefficients, self.cost.layout
+        fixed_s = self.cost.mean_layers * (c.overhead_forward_s + c.overhead_backward_s)
+        likely_s = math.sqrt(max(fixed_s, 1e-9) * total_s / max(1, layout.pp - 1))
+        return sorted(found, key=lambda target: abs(math.log(target[1] / likely_s)))
 
     def token_limits(self, k: int, target_s: float) -> list[int]:
         """T_m in multiples of sp: what memory holds, and what makes packs of equal time."""
@@ -135,16 +140,19 @@ def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandi
                 if found and deadline.is_over:
                     break
                 found.append(space.candidate(k, target_s, max_tokens, shape, space.most_slices))
-    best = min(found, key=lambda c: c.bound_s)
-    if best.shape.lead or best.shape.trail:
-        found += _refine(space, best, deadline)
+    found.sort(key=lambda c: c.bound_s)
+    starts = [c for c in found if c.shape.lead]
+    starts = starts[:1] + [c for c in starts if c.k != starts[0].k][:1]
+    for start in starts:
+        found += _refine(space, start, deadline)
     return sorted(found, key=lambda c: c.bound_s)
 
 
 def _refine(space: CandidateSpace, best: LeanCandidate, deadline: Deadline) -> list[LeanCandidate]:
     """Better and better neighbours of `best`: other ramps and chunk times, tried at random.
 
-    So many that it takes no longer than the search before it; the seed is that of the settings.
+    Fewer for large batches, so that it takes about as long as the search before it; the seed is
+    that of the settings.
     """
     rng = np.random.default_rng(space.settings.seed)
     size = best.packed.num_chunks * space.cost.layout.pp
@@ -191,7 +199,7 @@ def iterate_frugal(space: CandidateSpace) -> Iterator[LeanCandidate]:
     shapes = [StreamShape()]
     if space.cost.layout.pp > 1:
         shapes.append(StreamShape(spread=space.cost.layout.pp))
-    for k, target_s in reversed(list(space.targets())):
+    for k, target_s in sorted(space.targets(), key=lambda target: target[1]):
         max_tokens = min(space.token_limits(k, target_s))
         for most in sorted(limits, reverse=True):
             for shape in shapes:

@@ -162,8 +162,8 @@ class _Search:
 
     def best_first(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
         tight: list[tuple[float, int, _Measured]] = []
-        for candidate in _promising(candidates):
-            if candidate.bound_s >= self.best_s or self.deadline.is_over:
+        for number, candidate in enumerate(_promising(candidates)):
+            if candidate.bound_s >= self.best_s or (number > 0 and self.deadline.is_over):
                 break
             measured = _Measured(candidate, self.memory, self.limit_bytes)
             if self.settings.recompute == "full":
@@ -179,7 +179,8 @@ class _Search:
         return self.best
 
     def _estimate(self, measured: _Measured) -> LeanChoice | None:
-        return measured.uniform() if self.settings.solver == "greedy" else measured.round_up()
+        is_greedy = self.settings.solver == "greedy" or self.deadline.is_over
+        return measured.uniform() if is_greedy else measured.round_up()
 
     def _solve(self, tight: Sequence[tuple[float, int, _Measured]]) -> None:
         chosen = [measured for _, _, measured in sorted(tight)[:_MOST_SOLVES]]
