@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ds_infinipipe.deepspeed_json import (
     SECTION,
     derive_deepspeed_settings,
-    format_close_matches,
     read_deepspeed_json,
     sequences_per_step,
     warn_unknown_keys,
 )
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.hints import format_close_matches
+from ds_infinipipe.json_file import read_json_object
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, ModelSpec, load_cluster, model_from_hf
 
@@ -39,7 +40,8 @@ __all__ = [
     "sequences_per_step",
 ]
 
-_Degree = Annotated[int, Field(ge=1)]
+_Degree = Annotated[int, Field(ge=1, lt=2**31)]
+_MAX_WAIT_S = 1e7
 _Paths = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
@@ -85,7 +87,7 @@ class ModelSettings(_Section):
         file = file / "config.json" if file.is_dir() else file
         if not file.is_file():
             raise ConfigError(f"the model config {file} does not exist")
-        return read_deepspeed_json(file)
+        return read_json_object(file, "the model config")
 
     def load_spec(self) -> ModelSpec:
         """What the planner needs of the model; ConfigError for an unsupported one."""
@@ -123,7 +125,7 @@ class PlanningSettings(_Section):
     asynchronous: bool = True
     """Solve the next step's plan in a worker process while the current one trains. Default true."""
 
-    deadline_s: float = Field(default=30.0, gt=0.0)
+    deadline_s: float = Field(default=30.0, gt=0.0, allow_inf_nan=False)
     """Seconds a step waits for a late plan before a greedy one replaces it. Default 30."""
 
 
@@ -225,10 +227,11 @@ class RuntimeSettings(_Section):
     attention: str = "auto"
     """Attention backend by name; "auto" (default) takes the fastest that works on the device."""
 
-    timeout_s: float = Field(default=600.0, gt=0.0)
-    """Seconds to wait for a peer before the step fails, naming chunk and peer. Default 600."""
+    timeout_s: float = Field(default=600.0, ge=1.0, le=_MAX_WAIT_S, allow_inf_nan=False)
+    """Seconds to wait for a peer before the step fails, naming chunk and peer; more than
+    planning.deadline_s, during which peers wait for a plan. Default 600."""
 
-    watchdog_s: float = Field(default=60.0, gt=0.0)
+    watchdog_s: float = Field(default=60.0, gt=0.0, allow_inf_nan=False)
     """Seconds at one instruction after which a rank says where it stalls. Default 60."""
 
 
@@ -260,6 +263,16 @@ class InfiniPipeConfig(_Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     runtime: RuntimeSettings = RuntimeSettings()
     debug: DebugSettings = DebugSettings()
+
+    @model_validator(mode="after")
+    def _waits_for_plans(self) -> InfiniPipeConfig:
+        timeout_s, deadline_s = self.runtime.timeout_s, self.planning.deadline_s
+        if timeout_s <= deadline_s:
+            raise ValueError(
+                f"runtime.timeout_s is {timeout_s:g} and planning.deadline_s {deadline_s:g}: peers "
+                "wait while a late plan is made, so raise the first or lower the second"
+            )
+        return self
 
     @classmethod
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> InfiniPipeConfig:

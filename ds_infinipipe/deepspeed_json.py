@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_infinipipe.deepspeed_check import check_values, refuse_unsupported
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.json_file import read_json_object
 
 __all__ = [
     "SECTION",
+    "check_deepspeed_settings",
     "derive_deepspeed_settings",
-    "format_close_matches",
     "read_deepspeed_json",
+    "require_optimizer",
     "sequences_per_step",
     "warn_unknown_keys",
 ]
@@ -62,6 +64,7 @@ DEEPSPEED_KEYS = frozenset(
         "gradient_allreduce_op",
         "gradient_clipping",
         "gradient_predivide_factor",
+        "graph_harvesting",
         "hybrid_engine",
         "log_level",
         "managed_gradient_accumulation",
@@ -96,37 +99,6 @@ DEEPSPEED_KEYS = frozenset(
 )
 
 _REDUCE_BUCKET_ELEMENTS = 50_000_000
-_ADAM_TYPES = frozenset({"adam", "adamw"})
-
-# dotted key -> (values that work, what to do instead)
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "fp16.enabled": ((False, "auto"), "fp16 is not supported yet; use bf16 or fp32"),
-    "amp.enabled": ((False,), "apex amp is not supported; use bf16 or fp32"),
-    "torch_autocast.enabled": ((False,), "autocast is not supported; use bf16 or fp32"),
-    "zero_optimization.stage": ((0, 3), "use 3 to shard inside a stage, or 0 not to shard"),
-    "zero_optimization.offload_param.device": (("none",), "offloading is not supported yet"),
-    "zero_optimization.offload_optimizer.device": (("none",), "offloading is not supported yet"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), "ZeRO++ is not supported yet"),
-    "zero_optimization.zero_quantized_weights": ((False,), "ZeRO++ is not supported yet"),
-    "zero_optimization.zero_quantized_gradients": ((False,), "ZeRO++ is not supported yet"),
-    "zero_optimization.reduce_scatter": (
-        (True, "auto"),
-        "gradients are always reduce-scattered; remove it",
-    ),
-    "gradient_allreduce_op": (("mean",), "the loss is already summed over tokens; remove it"),
-    "prescale_gradients": ((False,), "the loss is already normalised by tokens; remove it"),
-    "gradient_predivide_factor": ((1, 1.0), "the loss is already normalised by tokens; remove it"),
-    "gradient_accumulation_steps": (
-        (1, "auto"),
-        "chunks take the place of micro-batches; set train_batch_size, the sequences of a step",
-    ),
-    "train_micro_batch_size_per_gpu": (
-        (1, "auto"),
-        "chunks take the place of micro-batches; set train_batch_size, the sequences of a step",
-    ),
-    "sequence_parallel_size": ((), "set infinipipe.parallel.sp instead"),
-    "tensor_parallel.autotp_size": ((0, 1), "tensor parallelism is not supported; use sp"),
-}
 
 # "auto" here means DeepSpeed's or the optimizer's own default
 _AUTO_SECTIONS = (
@@ -143,19 +115,18 @@ _AUTO_SECTIONS = (
 def read_deepspeed_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as a dictionary of its own; raises ConfigError where it cannot be read."""
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the DeepSpeed configuration {path} cannot be read: {error}") from error
-    try:
-        content = json.loads(text, object_pairs_hook=_reject_duplicates)
-    except ValueError as error:
-        raise ConfigError(f"the DeepSpeed configuration {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"the DeepSpeed configuration {path} must hold one JSON object")
-    return content
+        return _normalise(copy.deepcopy(dict(source)))
+    what = "the DeepSpeed configuration"
+    return _normalise(read_json_object(source, what, pairs_hook=_reject_duplicates))
+
+
+def _normalise(config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's older name of a section becomes the newer one."""
+    if "bfloat16" in config:
+        if "bf16" in config:
+            raise ConfigError("bf16 and its older name bfloat16 are both given; remove bfloat16")
+        config["bf16"] = config.pop("bfloat16")
+    return config
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -164,15 +135,6 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated:
         raise ValueError(f"key {repeated[0]!r} stands twice in the same object")
     return dict(pairs)
-
-
-def format_close_matches(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for a likely typo, else the list of what is known."""
-    names = sorted(known)
-    matches = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
-    if matches:
-        return "; did you mean " + " or ".join(repr(m) for m in matches) + "?"
-    return f"; known are {', '.join(names)}" if names else ""
 
 
 def warn_unknown_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -207,6 +169,28 @@ def sequences_per_step(config: Mapping[str, Any]) -> int:
     return value
 
 
+def check_deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's part of the configuration, without "auto", whatever the number of ranks.
+
+    Raises ConfigError for settings that cannot work here.
+    """
+    checked = _normalise(copy.deepcopy({k: v for k, v in config.items() if k != SECTION}))
+    refuse_unsupported(checked)
+    sequences_per_step(checked)
+    _drop_auto(checked, ())
+    check_values(checked)
+    return checked
+
+
+def require_optimizer(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError where there is no `optimizer` section, for a run that brings none."""
+    if "optimizer" not in config:
+        raise ConfigError(
+            'there is no optimizer: give {"optimizer": {"type": "AdamW", "params": {"lr": ...}}} '
+            "in the DeepSpeed configuration"
+        )
+
+
 def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[str, Any]:
     """What DeepSpeed itself is given; `shards` is sp, the ranks its ZeRO shards over.
 
@@ -214,44 +198,18 @@ def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[st
     ours has as many chunks as its plan says. So all three are set to their smallest values and
     `sequences_per_step` stays ours. Raises ConfigError for settings that cannot work here.
     """
-    _refuse_unsupported(config)
-    sequences_per_step(config)
-    derived = copy.deepcopy({k: v for k, v in config.items() if k != SECTION})
+    derived = check_deepspeed_settings(config)
     derived.update(
         train_batch_size=shards, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1
     )
-    _drop_auto(derived, ())
     zero = derived.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
     zero["reduce_scatter"] = True
     zero.setdefault("reduce_bucket_size", _REDUCE_BUCKET_ELEMENTS)
     _complete_optimizer(derived)
-    if _lookup(derived, "bf16.enabled"):
+    if derived.get("bf16", {}).get("enabled"):
         derived.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
     return derived
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "data_types"):
-        if not isinstance(config.get(key, {}), Mapping):
-            raise ConfigError(f"{key} is {config[key]!r}; it must be an object")
-    for key, (allowed, repair) in _REFUSED.items():
-        value = _lookup(config, key)
-        if value is not None and not any(_is_same(value, a) for a in allowed):
-            raise ConfigError(f"{key} is {value!r}: {repair}")
-
-
-def _is_same(value: Any, allowed: Any) -> bool:
-    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def _lookup(config: Mapping[str, Any], dotted: str) -> Any:
-    node: Any = config
-    for name in dotted.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return None
-        node = node[name]
-    return node
 
 
 def _drop_auto(node: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -271,7 +229,4 @@ def _complete_optimizer(derived: dict[str, Any]) -> None:
     optimizer = derived.get("optimizer")
     if optimizer is None:
         return
-    if "type" not in optimizer:
-        raise ConfigError(f'optimizer is {optimizer!r}; give {{"type": "AdamW", "params": ...}}')
-    if str(optimizer["type"]).lower() in _ADAM_TYPES:
-        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    optimizer.setdefault("params", {}).setdefault("torch_adam", True)

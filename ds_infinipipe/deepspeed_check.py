@@ -1,0 +1,256 @@
+"""Which values of DeepSpeed's own keys can work here; all of it without torch.
+
+Names are those of DeepSpeed 0.19.8. What DeepSpeed would ignore, or trip over after minutes on
+every rank, is refused here with the key, its value and what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_infinipipe.deepspeed_optimizer import check_optimizer, check_scheduler
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.hints import format_close_matches
+from ds_infinipipe.json_file import is_finite_number
+
+__all__ = ["check_values", "refuse_unsupported"]
+
+_OBJECTS = (
+    "activation_checkpointing",
+    "bf16",
+    "checkpoint",
+    "comms_logger",
+    "compile",
+    "data_types",
+    "flops_profiler",
+    "fp16",
+    "hybrid_engine",
+    "optimizer",
+    "scheduler",
+    "tensor_parallel",
+    "torch_autocast",
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+
+_NO_OFFLOAD = "offloading is not supported yet; remove it"
+_NO_ZERO_PLUS = "ZeRO++ is not supported yet"
+_NORMALISED = "the loss is already normalised by tokens; remove it"
+_NO_MICRO_BATCH = (
+    "chunks take the place of micro-batches; set train_batch_size, the sequences of a step"
+)
+
+# dotted key -> (values that work, what to do instead)
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "fp16.enabled": ((False, "auto"), "fp16 is not supported yet; use bf16 or fp32"),
+    "torch_autocast.enabled": ((False,), "autocast is not supported; use bf16 or fp32"),
+    "hybrid_engine.enabled": ((False,), "the hybrid engine is not supported; remove the section"),
+    "compile.deepcompile": ((False,), "DeepCompile is not supported; remove it"),
+    "autotuning.enabled": ((False,), "autotuning is not supported; remove the section"),
+    "data_efficiency.enabled": ((False,), "data efficiency is not supported; remove the section"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "master weights are fp32 here; remove it"),
+    "bf16.bf16_optimizer_states": ((False,), "optimizer states are fp32 here; remove it"),
+    "data_types.grad_accum_dtype": (
+        ("fp32", "bf16"),
+        "use fp32, or bf16 for a model in bf16; fp16 is not supported yet",
+    ),
+    "communication_data_type": (("fp32", "bf16"), "use fp32 or bf16; fp16 is not supported yet"),
+    "zero_optimization.stage": ((0, 3), "use 3 to shard inside a stage, or 0 not to shard"),
+    "zero_optimization.cpu_offload": ((False,), _NO_OFFLOAD),
+    "zero_optimization.cpu_offload_param": ((False,), _NO_OFFLOAD),
+    "zero_optimization.cpu_offload_params": ((False,), _NO_OFFLOAD),
+    "zero_optimization.cpu_offload_use_pin_memory": ((False,), _NO_OFFLOAD),
+    "zero_optimization.offload_param.device": (("none",), _NO_OFFLOAD),
+    "zero_optimization.offload_optimizer.device": (("none",), _NO_OFFLOAD),
+    "zero_optimization.zenflow": ((), _NO_OFFLOAD),
+    "zero_optimization.zero_hpz_partition_size": ((1,), _NO_ZERO_PLUS),
+    "zero_optimization.zero_quantized_weights": ((False,), _NO_ZERO_PLUS),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _NO_ZERO_PLUS),
+    "zero_optimization.zero_quantized_gradients": ((False,), _NO_ZERO_PLUS),
+    "zero_optimization.zeropp_loco_param": ((), _NO_ZERO_PLUS),
+    "zero_optimization.mics_shard_size": ((-1,), "MiCS is not supported; remove it"),
+    "zero_optimization.mics_hierarchical_params_gather": (
+        (False,),
+        "MiCS is not supported; remove it",
+    ),
+    "zero_optimization.compute_grad_norm": ((True,), "the norm is needed for clipping; remove it"),
+    "zero_optimization.reduce_scatter": (
+        (True, "auto"),
+        "gradients are always reduce-scattered; remove it",
+    ),
+    "gradient_allreduce_op": (("mean",), "the loss is already summed over tokens; remove it"),
+    "prescale_gradients": ((False,), _NORMALISED),
+    "gradient_predivide_factor": ((1, 1.0), _NORMALISED),
+    "gradient_accumulation_steps": ((1, "auto"), _NO_MICRO_BATCH),
+    "train_micro_batch_size_per_gpu": ((1, "auto"), _NO_MICRO_BATCH),
+    "sequence_parallel_size": ((), "set infinipipe.parallel.sp instead"),
+    "tensor_parallel.autotp_size": ((0, 1), "tensor parallelism is not supported; use sp"),
+    "pipeline": (
+        ({},),
+        "it has no effect here; set infinipipe.parallel.pp and infinipipe.planner instead",
+    ),
+}
+
+_REMOVED = (
+    "amp",
+    "compression_training",
+    "curriculum_learning",
+    "eigenvalue",
+    "elasticity",
+    "graph_harvesting",
+    "nebula",
+    "progressive_layer_drop",
+    "quantize_training",
+    "sparse_attention",
+    "sparse_gradients",
+)
+
+_ZERO_FLAGS = frozenset(
+    {
+        "allgather_partitions",
+        "allgather_sequential",
+        "compute_grad_norm",
+        "contiguous_gradients",
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "elastic_checkpoint",
+        "enable_sanity_checks",
+        "gather_16bit_weights_on_model_save",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "memory_efficient_linear",
+        "overlap_comm",
+        "override_module_apply",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "save_muon_momentum_buffer_in_memory",
+        "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_use_all_reduce_for_fetch_params",
+        "use_all_reduce_for_fetch_params",
+        "use_multi_rank_bucket_allreduce",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
+)
+_ZERO_SIZES = frozenset(
+    {
+        "allgather_bucket_size",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "model_persistence_threshold",
+        "module_granularity_threshold",
+        "param_persistence_threshold",
+        "prefetch_bucket_size",
+        "reduce_bucket_size",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "sub_group_size",
+        "zero_hpz_partition_size",
+    }
+)
+_ZERO_OTHERS = frozenset({"leaf_module", "offload_optimizer", "offload_param", "stage", "zenflow"})
+ZERO_KEYS = _ZERO_FLAGS | _ZERO_SIZES | _ZERO_OTHERS
+
+# they may be absent or null, and switch something off then
+_FLAGS = (
+    "bf16.enabled",
+    "bf16.check_grad_overflow",
+    "bf16.immediate_grad_update",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+)
+
+
+def refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first key that asks for what does not work here.
+
+    "auto" is still in place; `config` is the user's dictionary.
+    """
+    for key in _REMOVED:
+        if key in config:
+            raise ConfigError(f"{key} is {config[key]!r}: DeepSpeed has removed it; remove the key")
+    for key in _OBJECTS:
+        value = _lookup(config, key, {})
+        optional = key.startswith("zero_optimization.")
+        if not isinstance(value, Mapping) and not (optional and value is None):
+            raise ConfigError(f"{key} is {value!r}; it must be an object")
+    for key, (allowed, repair) in _REFUSED.items():
+        value = _lookup(config, key)
+        if value is not None and not any(_is_same(value, a) for a in allowed):
+            raise ConfigError(f"{key} is {value!r}: {repair}")
+    efficiency = config.get("data_efficiency")
+    if efficiency and not (isinstance(efficiency, Mapping) and efficiency.get("enabled") is False):
+        raise ConfigError(
+            f"data_efficiency is {efficiency!r}: data efficiency is not supported; remove the "
+            "section"
+        )
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value of the wrong kind or out of range; there is no "auto" left."""
+    for key in _FLAGS:
+        value = _lookup(config, key, False)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; it must be true or false")
+    clipping = config.get("gradient_clipping", 0.0)
+    if not is_finite_number(clipping) or clipping < 0:
+        raise ConfigError(
+            f"gradient_clipping is {clipping!r}; it must be a number of at least 0, the largest "
+            "norm of the gradients, or 0 not to clip"
+        )
+    every = config.get("steps_per_print")
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ConfigError(f"steps_per_print is {every!r}; it must be an integer of at least 1")
+    if _lookup(config, "data_types.grad_accum_dtype") == "bf16" and not _lookup(
+        config, "bf16.enabled"
+    ):
+        raise ConfigError("data_types.grad_accum_dtype is 'bf16' but bf16 is off: use fp32")
+    _check_zero(config.get("zero_optimization", {}))
+    if "optimizer" in config:
+        check_optimizer(config["optimizer"])
+    if "scheduler" in config:
+        check_scheduler(config["scheduler"])
+
+
+def _check_zero(section: Mapping[str, Any]) -> None:
+    for name, value in section.items():
+        where = f"zero_optimization.{name}"
+        if name in _ZERO_FLAGS and not isinstance(value, bool) and value is not None:
+            raise ConfigError(f"{where} is {value!r}; it must be true or false")
+        if name in _ZERO_SIZES and not _is_size(value, 1 if name == "reduce_bucket_size" else 0):
+            raise ConfigError(f"{where} is {value!r}; it must be a whole number above 0")
+        if name not in ZERO_KEYS:
+            raise ConfigError(f"{where} is unknown{format_close_matches(name, ZERO_KEYS)}")
+
+
+def _is_size(value: Any, least: int) -> bool:
+    """Whole numbers may be written 5e8."""
+    return is_finite_number(value) and value == int(value) and value >= least
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _lookup(config: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
+    node: Any = config
+    for name in dotted.split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return default
+        node = node[name]
+    return node
