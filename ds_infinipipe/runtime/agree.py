@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
 
 from ds_infinipipe import errors
-from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.errors import ConfigError, InfiniPipeError
+from ds_infinipipe.runtime.faults import naming_peer_failures
 
-__all__ = ["raise_together"]
+__all__ = ["check_same_config", "check_writable", "raise_together", "refusing"]
 
 
 @contextmanager
@@ -34,10 +38,72 @@ def raise_together(what: str, pg: Any = None) -> Iterator[None]:
         raise kind(f"{what}, rank {rank}: {message}")
 
 
+def check_same_config(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError on every rank unless all of them hold the same configuration.
+
+    A collective. Different learning rates or step counts would train apart, or hang, silently.
+    """
+    if torch_dist.get_world_size() == 1:
+        return
+    mine = {name: json.dumps(value, sort_keys=True, default=repr) for name, value in _flat(config)}
+    everyone: list[dict[str, str]] = [{}] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        names = sorted(n for n in {*everyone[0], *other} if everyone[0].get(n) != other.get(n))
+        if names:
+            values = (everyone[0].get(names[0], "absent"), other.get(names[0], "absent"))
+            raise ConfigError(
+                f"ranks 0 and {rank} have different configurations: {names[0]} is {values[0]} and "
+                f"{values[1]} ({len(names)} keys differ); give every rank the same file"
+            )
+
+
+def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        here = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, here)
+        else:
+            yield here, value
+
+
+def check_writable(folder: str, setting: str) -> None:
+    """Raise ConfigError on every rank unless rank 0 can write into `folder`; a collective."""
+    with raise_together(setting):
+        if torch_dist.get_rank() == 0:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                raise ConfigError(
+                    f"{setting} is {folder!r}, where nothing can be written: {error}"
+                ) from error
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn DeepSpeed's and torch's refusal of a setting into ConfigError.
+
+    They raise whatever is at hand for a bad configuration; all ranks run the same code on the same
+    configuration, so all of them get here.
+    """
+    try:
+        yield
+    except InfiniPipeError:
+        raise
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{what}: DeepSpeed or torch refuses the configuration: {reason}") from (
+            error
+        )
+
+
 def _exchange(failure: Exception | None, pg: Any) -> list[tuple[int, str, str]]:
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return []
     mine = None if failure is None else (type(failure).__name__, str(failure))
     everyone: list[tuple[str, str] | None] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(everyone, mine, group=pg)
+    with naming_peer_failures("agreeing with the other ranks"):
+        torch_dist.all_gather_object(everyone, mine, group=pg)
     return [(rank, *entry) for rank, entry in enumerate(everyone) if entry is not None]

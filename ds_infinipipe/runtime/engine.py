@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -31,10 +31,15 @@ from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
+from ds_infinipipe.runtime.faults import (
+    is_peer_failure,
+    naming_peer_failures,
+    transport_reason,
+)
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
-from ds_infinipipe.runtime.p2p import Channels, transport_reason
+from ds_infinipipe.runtime.p2p import Channels
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
@@ -45,8 +50,6 @@ from ds_infinipipe.runtime.watchdog import Activity, Watchdog
 __all__ = ["InfiniPipeEngine"]
 
 logger = logging.getLogger(__name__)
-
-_PEER_FAILURES = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
 
 
 class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
@@ -106,11 +109,20 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         feed = self._feed_for(data_iter)
         batch = feed.next()
         share = self.replica_share(batch)
-        plan, planning = self._plans.plan_for(share.lengths)
+        with naming_peer_failures(f"exchanging the plan of step {self.global_steps + 1}"):
+            plan, planning = self._plans.plan_for(share.lengths)
         upcoming = feed.peek()
         if upcoming is not None:
             self._plans.submit(self.replica_share(upcoming).lengths)
         return self.train_plan(plan, share, planning, whole=batch)
+
+    def check_longest(self, lengths: Sequence[int]) -> None:
+        """Plan the longest sequence alone, so that one that can never fit is known now.
+
+        A collective; raises InfeasiblePlanError on every rank.
+        """
+        if len(lengths):
+            self._plans.plan_for((int(max(lengths)),), aside=True)
 
     def train_plan(
         self,
@@ -188,7 +200,8 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             float(self._wants_stop),
         ]
         totals = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        dist.all_reduce(totals)
+        with naming_peer_failures(f"summing the loss of step {self.global_steps}"):
+            dist.all_reduce(totals)
         self._totals = totals.tolist()
         self.stop_requested = self._totals[3] > 0
         return totals[0]
@@ -241,8 +254,8 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         neighbours = self.channels.neighbours(self.global_rank)
         return (
             f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank}) at "
-            f"instruction {step.position} '{step.instruction}' of step {self.global_steps}; its "
-            f"neighbours in the pipeline are ranks {neighbours}, its stage is ranks "
+            f"instruction {step.position} '{step.instruction}' of step {self.global_steps + 1}; "
+            f"its neighbours in the pipeline are ranks {neighbours}, its stage is ranks "
             f"{self.grid.sequence_ranks}"
         )
 
@@ -276,6 +289,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             layout=self.module.layout,
             settings=self.settings.planner,
             zero_stage=self.module.zero_stage,
+            deadline_s=self.settings.planning.deadline_s,
         )
         return PlanService(
             task,
@@ -356,11 +370,12 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self.channels.abandon()
         if isinstance(error, PeerTimeoutError):
             reason = str(error)
-        elif _is_peer_failure(error):
+        elif is_peer_failure(error):
             peers = [r for r in self.grid.sequence_ranks if r != self.global_rank]
             reason = f"in a collective with ranks {peers}: {transport_reason(error)}"
         else:
-            logger.error("%s: %s", where, error)
+            if not isinstance(error, InfiniPipeError):
+                logger.error("%s: %s", where, error)
             return
         raise PeerTimeoutError(
             f"{reason}. This is {where}; look at the first rank that failed"
@@ -371,10 +386,3 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self._watchdog.stop()
         self._plans.close()
         self._saver.close()
-
-
-def _is_peer_failure(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(word in text for word in _PEER_FAILURES)

@@ -33,13 +33,13 @@ def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     dist.all_reduce(votes)
     if not votes[0].item():
         return True
-    what = "loss" if votes[1].item() else "gradients"
+    what = "loss is" if votes[1].item() else "gradients are"
     settings = engine.settings.training
-    name = f"step-{engine.global_steps:06d}-replica-{engine.grid.replica}"
+    name = f"step-{engine.global_steps + 1:06d}-replica-{engine.grid.replica}"
     if engine.global_rank == engine.grid.plan_rank:
         save_step(settings.failure_dir, name, step.plan, step.batch)
     message = (
-        f"the {what} of step {engine.global_steps} are not finite on {votes[0].item():.0f} of "
+        f"step {engine.global_steps + 1}: the {what} not finite on {votes[0].item():.0f} of "
         f"{dist.get_world_size()} ranks; the step is saved as {settings.failure_dir}/{name}.json "
         "for 'infinipipe replay'"
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -13,8 +14,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_infinipipe.config import derive_deepspeed_config, sequences_per_step
 from ds_infinipipe.data.sampler import SequenceSampler
 from ds_infinipipe.deepspeed_json import read_deepspeed_json
-from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.errors import ConfigError, DataError
+from ds_infinipipe.model.hf import max_positions
+from ds_infinipipe.runtime.agree import raise_together, refusing
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.module import InfiniPipeModule
 
@@ -62,14 +64,16 @@ def initialize(
             "the configuration given to initialize differs from the one the InfiniPipeModule was "
             "built with; pass the same to both"
         )
-    engine = _build_engine(
-        model, derived, sequences_per_step(whole), args, optimizer, model_parameters, lr_scheduler
-    )
+    with refusing("building the engine"):
+        engine = _build_engine(
+            model, derived, sequences_per_step(whole), optimizer, model_parameters, lr_scheduler
+        )
     loader = None
     if training_data is not None:
         loader = StepLoader(training_data, engine, collate_fn)
         engine.training_dataloader = loader
         engine.set_batches(loader)
+        engine.check_longest(getattr(training_data, "lengths", ()))
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -77,14 +81,13 @@ def _build_engine(
     model: InfiniPipeModule,
     derived: Mapping[str, Any],
     num_sequences: int,
-    args: Any,
     optimizer: Any,
     model_parameters: Iterable[torch.nn.Parameter] | None,
     lr_scheduler: Any,
 ) -> InfiniPipeEngine:
     mpu = model.mpu()
     parameters = list(model.parameters()) if model_parameters is None else model_parameters
-    # DeepSpeed edits what it is given, and reads args.deepspeed_config where there are args
+    # DeepSpeed edits what it is given, and would read args.deepspeed_config where there are args
     settings = read_deepspeed_json(derived)
     return InfiniPipeEngine(
         model=model,
@@ -112,6 +115,7 @@ class StepLoader:
         data = engine.settings.data
         with raise_together("the training data"):
             size = len(dataset)
+            check_lengths(dataset, max_positions(engine.module.hf_config))
             self.sampler = SequenceSampler(
                 size,
                 engine.sequences_per_step,
@@ -126,6 +130,19 @@ class StepLoader:
         for ids in self.sampler:
             samples = [self._dataset[i] for i in ids]
             yield samples if self._collate is None else self._collate(samples)
+
+
+def check_lengths(dataset: Any, max_length: int) -> None:
+    """Raise DataError for a sequence beyond the model's positions, where lengths are known."""
+    lengths = np.asarray(getattr(dataset, "lengths", ()))
+    if lengths.size and lengths.max() > max_length:
+        worst = int(lengths.argmax())
+        name = dataset.name(worst) if hasattr(dataset, "name") else f"sequence {worst}"
+        raise DataError(
+            f"{name} has {lengths[worst]} tokens, but the model has positions for {max_length} "
+            f"({int((lengths > max_length).sum())} sequences are longer): lower "
+            "infinipipe.data.context_length, or raise max_position_embeddings"
+        )
 
 
 def _refuse(name: str, value: Any, why: str) -> None:

@@ -30,7 +30,8 @@ from ds_infinipipe.model.layers import (
 )
 from ds_infinipipe.model.weights import check_weights, init_parameter, load_weights
 from ds_infinipipe.planner.specs import ModelSpec, make_layout
-from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
+from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
 from ds_infinipipe.runtime.surface import check_surface, skip_shared_memory_build
 
@@ -43,7 +44,8 @@ def init_distributed(timeout_s: float) -> None:
     """Join the process group of the launcher, each operation on it limited to `timeout_s`."""
     check_surface()
     skip_shared_memory_build()
-    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+    with naming_peer_failures("joining the process group"):
+        deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
 class InfiniPipeModule(PipelineModule):
@@ -61,6 +63,7 @@ class InfiniPipeModule(PipelineModule):
         self.settings = InfiniPipeConfig.from_deepspeed(config)
         init_distributed(self.settings.runtime.timeout_s)
         whole = read_deepspeed_json(config)
+        check_same_config(whole)
         world_size = dist.get_world_size()
         self.deepspeed_config = derive_deepspeed_config(whole, world_size)
         self.zero_stage = int(self.deepspeed_config["zero_optimization"]["stage"])
@@ -73,7 +76,8 @@ class InfiniPipeModule(PipelineModule):
         specs += [LayerSpec(DecoderLayer, self.hf_config, i) for i in range(self.spec.num_layers)]
         specs.append(LayerSpec(HeadLayer, self.hf_config))
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
-        with contextlib.redirect_stdout(io.StringIO()):  # the base class prints its partition
+        # the base class prints its partition
+        with refusing("building the model"), contextlib.redirect_stdout(io.StringIO()):
             super().__init__(specs, topology=topology)
         self._mark_parameters()
         self._fill_parameters()
@@ -156,6 +160,21 @@ class InfiniPipeModule(PipelineModule):
             with self._writable(list(named.values())) as is_writer:
                 if is_writer:
                     self._fill_layer(folder, named)
+        if folder is not None:
+            with raise_together(f"loading {folder}"):
+                self._check_finite(folder)
+
+    def _check_finite(self, folder: str) -> None:
+        bad = [
+            name
+            for name, parameter in self.hf_parameters()
+            if not getattr(parameter, "ds_tensor", parameter.data).isfinite().all()
+        ]
+        if bad:
+            raise ConfigError(
+                f"{folder} has values that are not finite numbers in {', '.join(bad[:5])}: "
+                "the checkpoint is damaged, download or save it again"
+            )
 
     @contextlib.contextmanager
     def _writable(self, parameters: list[torch.nn.Parameter]) -> Iterator[bool]:

@@ -8,7 +8,6 @@ reports that it has left, or the plan shows that the peer has it: gloo never rep
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,10 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import PeerTimeoutError
+from ds_infinipipe.runtime.faults import transport_reason
 from ds_infinipipe.runtime.grid import InfiniPipeGrid
 
-__all__ = ["Channel", "Channels", "transport_reason"]
-
-# gloo puts its source file before the reason and advice after it
-_GLOO_REASON = re.compile(r"^(?:\[[^]]*\] )?(.*?)(?:\. This is typically caused.*)?$", re.DOTALL)
+__all__ = ["Channel", "Channels"]
 
 
 @dataclass
@@ -176,9 +173,3 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1).to(torch.float64)
     weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device)
     return (flat * weights.remainder(97.0)).sum().reshape(1)
-
-
-def transport_reason(error: Exception) -> str:
-    """What gloo or NCCL says happened, without source lines and advice."""
-    match = _GLOO_REASON.match(str(error))
-    return match.group(1) if match else str(error)

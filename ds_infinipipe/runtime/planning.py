@@ -48,6 +48,8 @@ class PlanningTask:
     layout: Layout
     settings: PlannerSettings
     zero_stage: int
+    deadline_s: float | None = None
+    """Bound on solving in this process, where no worker can be given up."""
 
     def request(self, number: int, lengths: Sequence[int]) -> str:
         """One line for the worker."""
@@ -63,10 +65,12 @@ class PlanningTask:
         return json.dumps(body)
 
     def solve(self, lengths: Sequence[int], *, greedy: bool = False) -> Plan:
-        """Plan in this process; `greedy` skips the integer solver."""
+        """Plan in this process, within the deadline; `greedy` takes the fastest planner."""
         settings = self.settings
+        if settings.deadline_s is None:
+            settings = settings.model_copy(update={"deadline_s": self.deadline_s})
         if greedy:
-            settings = settings.model_copy(update={"solver": "greedy"})
+            settings = settings.model_copy(update={"mode": "paper", "solver": "greedy"})
         return plan_batch(
             lengths,
             model=self.model,

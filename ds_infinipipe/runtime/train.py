@@ -16,7 +16,7 @@ from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.data.dataset import DocumentDataset
 from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.types import Timeline
-from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.agree import check_writable, raise_together
 from ds_infinipipe.runtime.checkpoint.routine import CheckpointRoutine
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
@@ -59,6 +59,10 @@ def _run(engine: InfiniPipeEngine, steps: int) -> list[float]:
     losses = []
     log_every = engine.settings.training.log_every
     checkpoints = CheckpointRoutine(engine)
+    checkpoints.check_writable()
+    for name in ("dump_plans", "trace"):
+        if (folder := getattr(engine.settings.debug, name)) is not None:
+            check_writable(folder, f"infinipipe.debug.{name}")
     checkpoints.resume(steps)
     while engine.global_steps < steps:
         losses.append(float(engine.train_batch()))

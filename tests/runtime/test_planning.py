@@ -81,7 +81,7 @@ def _plan_with(rank: int, script: str, deadline_s: float) -> tuple[str, bool, fl
 )
 def test_a_late_or_failed_worker_is_replaced_by_the_greedy_solver(script: str) -> None:
     results = run_ranks(_plan_with, 2, script, 1.0, timeout=60.0)
-    expected = _task(solver="greedy").solve(_LENGTHS).digest()
+    expected = _task(mode="paper", solver="greedy").solve(_LENGTHS).digest()
     for digest, is_fallback, waited_s, is_logged in results:
         assert digest == expected
         assert is_fallback and is_logged

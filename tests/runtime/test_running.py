@@ -75,9 +75,9 @@ def test_a_step_with_infinite_gradients_is_skipped_on_all_ranks(tmp_path: Path) 
 
 def test_a_step_with_infinite_gradients_stops_all_ranks_and_is_saved(tmp_path: Path) -> None:
     for message, norms, _ in run_ranks(_nonfinite, 2, "stop", str(tmp_path), timeout=90.0):
-        assert "the gradients of step 1 are not finite on 1 of 2 ranks" in message
+        assert "step 2: the gradients are not finite on 1 of 2 ranks" in message
         assert len(norms) == 1
-    assert len(list(tmp_path.glob("step-000001-replica-0.*"))) == 2
+    assert len(list(tmp_path.glob("step-000002-replica-0.*"))) == 2
 
 
 def _stop(rank: int) -> list[bool]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.runtime.agree import check_writable
 from ds_infinipipe.runtime.checkpoint.folder import has_checkpoint
 from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 
@@ -41,6 +42,16 @@ class CheckpointRoutine:
                 "infinipipe.checkpoint.resume to null"
             )
         logger.info("resumed from %s after step %d", place, self._engine.global_steps)
+        if self._engine.global_steps == steps:
+            logger.info(
+                "nothing left to do: infinipipe.training.steps is %d; raise it to go on", steps
+            )
+
+    def check_writable(self) -> None:
+        """Raise CheckpointError on every rank if rank 0 cannot write where it is to save."""
+        folder = self._settings.save_dir
+        if folder is not None:
+            check_writable(folder, "infinipipe.checkpoint.save_dir")
 
     def after_step(self) -> None:
         """Save if it is time to."""
