@@ -34,7 +34,7 @@ class Case:
     pp: int
     context: int
     memory_gib: float
-    recompute_lp: str
+    lean_solver: str
     most_s: float
 
 
@@ -63,7 +63,7 @@ def plan_once(case: Case) -> dict[str, Any]:
         cluster=cluster,
         layout=make_layout(case.model, case.pp, 8),
         settings=PlannerSettings.model_validate(
-            {"memory_limit_gib": case.memory_gib, "recompute_lp": case.recompute_lp}
+            {"memory_limit_gib": case.memory_gib, "lean_solver": case.lean_solver}
         ),
     )
     return {
@@ -91,7 +91,7 @@ def main() -> int:
         rows.append({**named, **best, "all_cpu_s": [run["cpu_s"] for run in runs]})
         print(
             f"B {case.num_sequences:5} {case.model.name:10} pp {case.pp:3} {case.memory_gib:4.0f} "
-            f"GiB {case.recompute_lp:9} {best['cpu_s']:7.3f} s (target {case.most_s}) "
+            f"GiB {case.lean_solver:9} {best['cpu_s']:7.3f} s (target {case.most_s}) "
             f"n {best['chunks']} over LB {best['over_bound']:.2%}",
             flush=True,
         )

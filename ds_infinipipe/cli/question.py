@@ -36,7 +36,7 @@ _SETTINGS = {
     "time_limit": "solver_time_limit_s",
     "deadline": "deadline_s",
     "recompute": "recompute",
-    "recompute_lp": "recompute_lp",
+    "lean_solver": "lean_solver",
     "loss_block_tokens": "loss_block_tokens",
 }
 
@@ -102,7 +102,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-slices", type=_int_or_auto, metavar="N|auto")
     parser.add_argument("--alignment", type=int, metavar="N", help="slice ends are multiples of it")
     parser.add_argument("--solver", help="cpsat (default; lean mode: LPs) or greedy")
-    parser.add_argument("--recompute-lp", help="lean mode: auto (default), stage or makespan")
+    parser.add_argument("--lean-solver", help="LPs of lean mode: auto (default), stage or makespan")
     parser.add_argument("--time-limit", type=float, metavar="S", help="seconds of a solve")
     parser.add_argument(
         "--deadline",

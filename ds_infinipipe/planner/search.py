@@ -56,8 +56,8 @@ def plan_batch(
 
     Raises DataError for an empty batch or a length below 1, InfeasiblePlanError where no plan fits
     the memory limit.
-    After `settings.deadline_s` no further K is solved: the best so far is executed or, without one,
-    the first that fits greedily; `solver.status` and `solver.note` say so.
+    After `settings.deadline_s` nothing more is solved: the best so far is executed or, without one,
+    the first that fits greedily; `solver.note` says so.
     Deviation: K is not tried where even without recomputation its proxy could not win.
     """
     started_s = time.perf_counter()
@@ -71,22 +71,22 @@ def plan_batch(
     question = Question(cost, memory, settings)
     check_states(question, limit_bytes, batch)
     deadline = Deadline.of(settings, batch, cost)
+    plan: Plan | None = None
     if settings.mode == "lean":
         choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline)
         if choice is not None:
             plan = assemble_lean(
                 choice, batch, cost, cluster, memory, limit_bytes, settings, zero_stage, started_s
             )
-            verify_plan(plan)
-            return plan
         slices = settings.model_copy(update={"mode": "paper"}).slice_limit(layout.pp)
         settings = settings.model_copy(update={"max_slices": slices})
-    source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
-    chunkings: list[Chunking] = []
-    found = _search(source, chunkings, deadline)
-    if found is None:
-        raise infeasible_plan(question, chunkings, batch)
-    plan = _assemble(found, batch, model, cluster, zero_stage, started_s)
+    if plan is None:
+        source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
+        chunkings: list[Chunking] = []
+        found = _search(source, chunkings, deadline)
+        if found is None:
+            raise infeasible_plan(question, chunkings, batch)
+        plan = _assemble(found, batch, model, cluster, zero_stage, started_s)
     verify_plan(plan)
     return plan
 

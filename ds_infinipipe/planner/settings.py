@@ -12,7 +12,11 @@ __all__ = ["PlannerSettings"]
 
 _GIB = 2**30
 _LEAN_SLICES = 32
-_PositiveInt = Annotated[int, Field(ge=1)]
+_MAX_SLICES = 1024
+_MAX_GIB = 2.0**20
+_PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+_Slices = Annotated[int, Field(ge=1, le=_MAX_SLICES)]
+_MemoryGib = Annotated[float, Field(gt=0.0, le=_MAX_GIB, allow_inf_nan=False)]
 _PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
@@ -27,14 +31,15 @@ class PlannerSettings(BaseModel):
     """`lean`: a mesh per sequence, balanced packing beside any slice, one stream, chosen by
     simulation. `paper`: one mesh for all, grouping by dynamic programming, Algorithm 2."""
 
-    memory_limit_gib: _PositiveFloat | Literal["auto"] = "auto"
-    """Device memory a plan may use, GiB; "auto" takes the cluster's."""
+    memory_limit_gib: _MemoryGib | Literal["auto"] = "auto"
+    """Device memory a plan may use, GiB, at most 2**20; "auto" takes the cluster's."""
 
-    alignment: int = Field(default=1, ge=1)
+    alignment: int = Field(default=1, ge=1, lt=2**31)
     """Slice boundaries inside a cut sequence are multiples of lcm(sp, alignment), tokens."""
 
-    max_slices: _PositiveInt | Literal["auto"] = "auto"
-    """Most slices the longest sequence is cut into; "auto" tries 1 to 32, in paper mode pp + 4."""
+    max_slices: _Slices | Literal["auto"] = "auto"
+    """Most slices the longest sequence is cut into, up to 1024; "auto" tries 1 to 32, in paper
+    mode pp + 4."""
 
     recompute: Literal["adaptive", "none", "full"] = "adaptive"
     """Layers recomputed per stage and chunk: solved, never, or always all of them."""
@@ -43,14 +48,14 @@ class PlannerSettings(BaseModel):
     """`cpsat` solves Algorithm 2 (lean mode: LPs); `greedy` recomputes the same number of layers
     everywhere."""
 
-    recompute_lp: Literal["auto", "stage", "makespan"] = "auto"
+    lean_solver: Literal["auto", "stage", "makespan"] = "auto"
     """Lean mode's LPs: `stage` solves each stage alone, `makespan` all of them with the start
     times, "auto" the latter too while chunks times stages are at most 6000."""
 
     relative_gap: float = Field(default=0.02, ge=0.0, lt=1.0)
     """CP-SAT stops within this fraction of its bound."""
 
-    solver_time_limit_s: float = Field(default=2.0, gt=0.0)
+    solver_time_limit_s: float = Field(default=2.0, gt=0.0, allow_inf_nan=False)
     """Limit per solve, mapped to CP-SAT's deterministic time so that plans stay reproducible."""
 
     deadline_s: _PositiveFloat | Literal["auto"] | None = None
@@ -61,7 +66,7 @@ class PlannerSettings(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the solver."""
 
-    loss_block_tokens: int = Field(default=1024, ge=1)
+    loss_block_tokens: int = Field(default=1024, ge=1, lt=2**31)
     """Tokens whose logits exist at a time on the last stage."""
 
     token_limit: _PositiveInt | Literal["auto"] = "auto"

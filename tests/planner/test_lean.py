@@ -182,8 +182,8 @@ def test_lean_is_a_tenth_faster_than_the_papers_plan() -> None:
 
 
 def test_the_makespan_lp_is_no_slower_than_the_stage_lps() -> None:
-    stage = plan_github(0, 30.0, recompute_lp="stage")
-    makespan = plan_github(0, 30.0, recompute_lp="makespan")
+    stage = plan_github(0, 30.0, lean_solver="stage")
+    makespan = plan_github(0, 30.0, lean_solver="makespan")
     assert makespan.predicted.step_time_s < stage.predicted.step_time_s
     for plan in (stage, makespan):
         assert max(plan.predicted.peak_bytes) <= 30 * GIB
@@ -280,7 +280,7 @@ def test_every_batch_is_planned_and_verified_or_declared_infeasible(
     model = replace(tiny_model(max(4, pp)), num_kv_heads=4)
     layout = make_layout(model, pp, sp)
     states = max(MemoryModel(model, layout, zero_stage=zero_stage).static_bytes)
-    knobs = {"alignment": alignment, "recompute": recompute, "recompute_lp": lp, "max_slices": 8}
+    knobs = {"alignment": alignment, "recompute": recompute, "lean_solver": lp, "max_slices": 8}
     limit_gib = (states + room * 3000 * max(lengths)) / GIB
     planner = PlannerSettings.model_validate(
         {"memory_limit_gib": limit_gib, "loss_block_tokens": 16, **knobs}

@@ -36,6 +36,7 @@ _RAMP_LONG = StreamShape(
 _SHAPES = (StreamShape(), _RAMP_SHORT, _RAMP_LONG)
 _TOKEN_FACTORS = (1.0, 1.4, math.inf)
 _FEW_SLICES = (1, 2, 4)
+_EVERY_K = 32
 _MOST_NEIGHBOURS, _LEAST_NEIGHBOURS = 250, 20
 _NEIGHBOUR_SIZE = 150_000  # chunks times stages of all neighbours of a start together
 _TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short ones
@@ -85,7 +86,9 @@ class CandidateSpace:
 
     @property
     def most_slices(self) -> int:
-        return self.settings.slice_limit(self.cost.layout.pp)
+        """The largest K; a slice has at least one unit of the longest sequence."""
+        finest = -(-int(self.batch.lengths[0]) // math.lcm(self.sp, self.settings.alignment))
+        return min(self.settings.slice_limit(self.cost.layout.pp), finest)
 
     @property
     def sp(self) -> int:
@@ -100,7 +103,7 @@ class CandidateSpace:
         longest_s, total_s = float(self.batch.whole_s[0]), float(self.batch.work_s.sum())
         steps = max(0, math.floor(2 * math.log2(max(1.0, total_s / longest_s))))
         found = [(1, longest_s * 2 ** (step / 2)) for step in range(steps, 0, -1)]
-        found += [(k, longest_s / k) for k in range(1, self.most_slices + 1)]
+        found += [(k, longest_s / k) for k in _slice_counts(self.most_slices)]
         c, layout = self.cost.coefficients, self.cost.layout
         fixed_s = self.cost.mean_layers * (c.overhead_forward_s + c.overhead_backward_s)
         likely_s = math.sqrt(max(fixed_s, 1e-9) * total_s / max(1, layout.pp - 1))
@@ -204,6 +207,14 @@ def iterate_frugal(space: CandidateSpace) -> Iterator[LeanCandidate]:
         for most in sorted(limits, reverse=True):
             for shape in shapes:
                 yield space.candidate(k, target_s, max_tokens, shape, most)
+
+
+def _slice_counts(most: int) -> list[int]:
+    """All K up to 32, then steps of an eighth, and the largest."""
+    counts = list(range(1, min(most, _EVERY_K) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, counts[-1] + max(1, counts[-1] // 8)))
+    return counts
 
 
 def _typical_token_s(batch: SortedBatch, cost: CostModel) -> float:

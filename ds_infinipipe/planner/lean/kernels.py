@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_infinipipe.planner.kernels import _compiled
+from ds_infinipipe.planner.kernels import compiled
 
 __all__ = ["cut_sequences", "pack_shorts", "round_counts"]
 
@@ -20,7 +20,7 @@ IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 
 
-@_compiled("float64(float64[::1], int64, int64)")
+@compiled("float64(float64[::1], int64, int64)")
 def _chunk_time(rates: FloatArray, tokens: int, area: int) -> float:
     """Forward and backward of a chunk on the stage that `rates` describe."""
     linear, forward, backward, per_token, fixed_forward, fixed_backward, gather, overlap = rates[:8]
@@ -32,7 +32,7 @@ def _chunk_time(rates: FloatArray, tokens: int, area: int) -> float:
     return float(layers * layer + logits * tokens)
 
 
-@_compiled("(int64[::1], float64[::1], float64, int64, int64, int64, float64, float64)")
+@compiled("(int64[::1], float64[::1], float64, int64, int64, int64, float64, float64)")
 def cut_sequences(
     lengths: IntArray,
     times: FloatArray,
@@ -84,7 +84,7 @@ def cut_sequences(
     return ends[:used].copy(), offsets
 
 
-@_compiled("void(float64[::1], int64[::1], int64)")
+@compiled("void(float64[::1], int64[::1], int64)")
 def _sift_down(keys: FloatArray, heap: IntArray, size: int) -> None:
     """Restore a heap of bins by (key, bin) after its first entry changed."""
     item, at = heap[0], 0
@@ -103,7 +103,7 @@ def _sift_down(keys: FloatArray, heap: IntArray, size: int) -> None:
     heap[at] = item
 
 
-@_compiled("void(float64[::1], int64[::1], int64)")
+@compiled("void(float64[::1], int64[::1], int64)")
 def _sift_up(keys: FloatArray, heap: IntArray, at: int) -> None:
     """Restore a heap of bins by (key, bin) after an entry was added at `at`."""
     item = heap[at]
@@ -117,7 +117,24 @@ def _sift_up(keys: FloatArray, heap: IntArray, at: int) -> None:
     heap[at] = item
 
 
-@_compiled("(int64[::1], int64[::1], int64[::1], float64[::1], int64, float64[::1])")
+@compiled("int64(float64[::1], int64[::1], int64, int64)")
+def _push(keys: FloatArray, heap: IntArray, size: int, item: int) -> int:
+    """Add a bin; returns the new size."""
+    heap[size] = item
+    _sift_up(keys, heap, size)
+    return size + 1
+
+
+@compiled("int64(float64[::1], int64[::1], int64)")
+def _drop_first(keys: FloatArray, heap: IntArray, size: int) -> int:
+    """Remove the first bin; returns the new size."""
+    heap[0] = heap[size - 1]
+    if size > 1:
+        _sift_down(keys, heap, size - 1)
+    return size - 1
+
+
+@compiled("(int64[::1], int64[::1], int64[::1], float64[::1], int64, float64[::1])")
 def pack_shorts(
     lengths: IntArray,
     bin_tokens: IntArray,
@@ -143,26 +160,16 @@ def pack_shorts(
         keys[index] = handicaps[index]
         if tokens[index]:
             keys[index] += _chunk_time(rates, tokens[index], areas[index])
-        heap[size] = index
-        _sift_up(keys, heap, size)
-        size += 1
+        size = _push(keys, heap, size, index)
     for at in range(lengths.size):
         length = lengths[at]
         while num_full and -room[full[0]] >= length:
-            heap[size] = full[0]
-            _sift_up(keys, heap, size)
-            size += 1
-            num_full -= 1
-            full[0] = full[num_full]
-            _sift_down(room, full, num_full)
+            size = _push(keys, heap, size, full[0])
+            num_full = _drop_first(room, full, num_full)
         while size and tokens[heap[0]] > 0 and tokens[heap[0]] + length > max_tokens:
             room[heap[0]] = float(tokens[heap[0]] - max_tokens)
-            full[num_full] = heap[0]
-            _sift_up(room, full, num_full)
-            num_full += 1
-            size -= 1
-            heap[0] = heap[size]
-            _sift_down(keys, heap, size)
+            num_full = _push(room, full, num_full, heap[0])
+            size = _drop_first(keys, heap, size)
         if size == 0:
             heap[0] = num_bins
             num_bins += 1
@@ -177,7 +184,47 @@ def pack_shorts(
     return chosen, tokens[:num_bins].copy(), areas[:num_bins].copy()
 
 
-@_compiled("(float64[::1], int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64)")
+@compiled("(int64[::1], int64[::1], int64[::1])")
+def _row_spans(offsets: IntArray, chunks: IntArray, saving: IntArray) -> tuple[IntArray, IntArray]:
+    """First row of every chunk and the one after its last: it lives from its F to its B."""
+    num_rows = offsets.size - 1
+    first = np.full(saving.size, num_rows, dtype=np.int64)
+    end = np.zeros(saving.size, dtype=np.int64)
+    for row in range(num_rows):
+        for entry in range(offsets[row], offsets[row + 1]):
+            first[chunks[entry]] = min(first[chunks[entry]], row)
+            end[chunks[entry]] = row + 1
+    return first, end
+
+
+@compiled(
+    "int64(int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], float64[::1], int64)"
+)
+def _best_to_raise(
+    members: IntArray,
+    counts: IntArray,
+    end: IntArray,
+    saving: IntArray,
+    fraction: FloatArray,
+    cost_s: FloatArray,
+    most: int,
+) -> int:
+    """By largest fraction left, then most bytes a second; of equals the longest alive; -1: none."""
+    best, is_whole, score = -1, True, -1.0
+    for chunk in members:
+        if counts[chunk] >= most or saving[chunk] <= 0:
+            continue
+        whole = fraction[chunk] <= 1e-6
+        value = saving[chunk] / cost_s[chunk] if whole else fraction[chunk]
+        if whole and not is_whole:
+            continue
+        is_better = value > score or (value == score and end[chunk] > end[best])
+        if best < 0 or (is_whole and not whole) or is_better:
+            best, is_whole, score = chunk, whole, value
+    return best
+
+
+@compiled("(float64[::1], int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64)")
 def round_counts(
     point: FloatArray,
     need: IntArray,
@@ -189,51 +236,32 @@ def round_counts(
 ) -> IntArray:
     """Integers in [0, most] near `point` that keep every row of a stage (rows as StageRows).
 
-    Rounds down, raises what short rows lack by decreasing fraction, then by most bytes a second,
-    and lowers what no row needs, most expensive first. Rows that ask too much stay short.
+    Rounds down, raises what short rows lack, and lowers what no row needs, most expensive first.
+    Rows that ask too much stay short.
     """
     counts = np.minimum(most, np.floor(point + 1e-6)).astype(np.int64)
     fraction = point - counts
-    num_rows = need.size
-    slack = np.empty(num_rows, dtype=np.int64)
-    for row in range(num_rows):
-        slack[row] = -need[row]
-        for entry in range(offsets[row], offsets[row + 1]):
-            slack[row] += saving[chunks[entry]] * counts[chunks[entry]]
-    first = np.full(point.size, num_rows, dtype=np.int64)
-    last = np.full(point.size, -1, dtype=np.int64)
-    for row in range(num_rows):
-        for entry in range(offsets[row], offsets[row + 1]):
-            first[chunks[entry]] = min(first[chunks[entry]], row)
-            last[chunks[entry]] = row
-    for row in range(num_rows):
+    first, end = _row_spans(offsets, chunks, saving)
+    slack = -need
+    for chunk in range(point.size):
+        if counts[chunk]:
+            slack[first[chunk] : end[chunk]] += saving[chunk] * counts[chunk]
+    for row in range(need.size):
         while slack[row] < 0:
-            best, score = -1, -1.0
-            for entry in range(offsets[row], offsets[row + 1]):
-                chunk = chunks[entry]
-                if counts[chunk] >= most or saving[chunk] <= 0:
-                    continue
-                # fractions decide first; a whole number less than that only orders the rest
-                value = max(0.0, fraction[chunk])
-                value = 1.0 + value if value > 1e-6 else 1e-9 * saving[chunk] / cost_s[chunk]
-                value = value if value > 1.0 else min(value, 0.999)
-                if value > score or (value == score and last[chunk] > last[best]):
-                    best, score = chunk, value
+            members = chunks[offsets[row] : offsets[row + 1]]
+            best = _best_to_raise(members, counts, end, saving, fraction, cost_s, most)
             if best < 0:
                 break
             counts[best] += 1
             fraction[best] -= 1.0
-            # chunks live in consecutive rows: from their F to their B
-            slack[first[best] : last[best] + 1] += saving[best]
-    order = np.argsort(-cost_s, kind="mergesort")
-    for chunk in order:
+            slack[first[best] : end[best]] += saving[best]
+    for chunk in np.argsort(-cost_s, kind="mergesort"):
         if counts[chunk] == 0:
             continue
-        if last[chunk] < 0:
-            counts[chunk] = 0
-            continue
-        spare = slack[first[chunk] : last[chunk] + 1].min() // saving[chunk]
-        lowered = min(max(spare, 0), counts[chunk])
+        lowered = counts[chunk]
+        if first[chunk] < end[chunk]:
+            spare = slack[first[chunk] : end[chunk]].min() // saving[chunk]
+            lowered = min(max(spare, 0), lowered)
+            slack[first[chunk] : end[chunk]] -= lowered * saving[chunk]
         counts[chunk] -= lowered
-        slack[first[chunk] : last[chunk] + 1] -= lowered * saving[chunk]
     return counts

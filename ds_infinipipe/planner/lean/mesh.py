@@ -56,10 +56,10 @@ def cut_batch(
 
     is_long = (batch.whole_s > 1.05 * target_s) | (batch.lengths > max_tokens)
     is_long &= (batch.lengths > unit) & (max_slices > 1)
-    num_cut = int(np.count_nonzero(is_long))  # longer ones take longer: these come first
+    num_long = int(np.count_nonzero(is_long))  # longer ones take longer: these come first
     ends, offsets = kernels.cut_sequences(
-        batch.lengths[:num_cut],
-        batch.whole_s[:num_cut],
+        batch.lengths[:num_long],
+        batch.whole_s[:num_long],
         target_s,
         max_tokens,
         max_slices,
@@ -67,11 +67,9 @@ def cut_batch(
         *cost.mesh_coefficients,
     )
     count = np.diff(offsets)
-    num_cut = int(np.count_nonzero(count > 1))  # rounding to large units can leave one slice
-    if num_cut < count.size:
-        count = count[: int(np.argmin(count > 1))]
-        num_cut = count.size
-        ends = ends[: offsets[num_cut]]
+    # rounding to large units can leave one slice
+    num_cut = num_long if (count > 1).all() else int(np.argmin(count > 1))
+    count, ends = count[:num_cut], ends[: offsets[num_cut]]
     rank = np.repeat(np.arange(num_cut), count)
     start = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     start[offsets[:num_cut]] = 0

@@ -187,12 +187,12 @@ class _Search:
         for measured in chosen:
             if self._is_worth(measured):
                 self.keep(measured.solve_stages())
-        if self.settings.recompute_lp == "stage":
+        if self.settings.lean_solver == "stage":
             return
         size = 0
         for measured in chosen:
             size += measured.arrays.entered.size
-            if self.settings.recompute_lp == "auto" and size > _MAKESPAN_SIZE:
+            if self.settings.lean_solver == "auto" and size > _MAKESPAN_SIZE:
                 break
             if self._is_worth(measured):
                 self.keep(measured.solve_makespan())
