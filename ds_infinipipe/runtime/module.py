@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -44,6 +45,8 @@ def init_distributed(timeout_s: float) -> None:
     """Join the process group of the launcher, each operation on it limited to `timeout_s`."""
     check_surface()
     skip_shared_memory_build()
+    # DeepSpeed calls collectives by names that torch has begun to rename
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with naming_peer_failures("joining the process group"):
         deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
 

@@ -132,7 +132,7 @@ class Zero3Sharding:
                     dist.all_reduce(partition, group=tied_pg)
 
     def gradients_are_finite(self) -> bool:
-        return bool(self._optimizer.grad_partitions_flat_buffer.isfinite().all())
+        return _is_finite(self._optimizer.grad_partitions_flat_buffer)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return safe_get_full_grad(parameter)
@@ -178,8 +178,13 @@ class ReplicatedSharding:
             dist.all_reduce(tied.grad, group=tied_pg)
 
     def gradients_are_finite(self) -> bool:
-        return all(bool(p.grad.isfinite().all()) for p in self._parameters if p.grad is not None)
+        return all(_is_finite(p.grad) for p in self._parameters if p.grad is not None)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None
         return parameter.grad
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # the largest magnitude is found in one pass and passes on what is not a number
+    return bool(torch.linalg.vector_norm(tensor, ord=float("inf")).isfinite())

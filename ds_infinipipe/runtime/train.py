@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,10 @@ def train(config: dict[str, Any], steps: int | None = None) -> list[float]:
     configuration, corpus or layout cannot work.
     """
     start_logging(config)
+    logger.info("%d ranks joined; building the model", dist.get_world_size())
     model = InfiniPipeModule(config)
+    layout, zero = model.layout, model.zero_stage
+    logger.info("pp %d, sp %d, dp %d, ZeRO-%d", layout.pp, layout.sp, layout.dp, zero)
     dataset = _load_dataset(model)
     engine, _, _, _ = initialize(model=model, training_data=dataset, config=config)
     before = signal.signal(signal.SIGTERM, lambda *_: engine.request_stop())
@@ -48,6 +50,7 @@ def train(config: dict[str, Any], steps: int | None = None) -> list[float]:
 
 
 def _load_dataset(model: InfiniPipeModule) -> DocumentDataset:
+    logger.info("reading the corpus %s", model.settings.data.path)
     with raise_together("reading the corpus"):
         dataset = DocumentDataset.from_settings(model.settings.data, model.spec.vocab_size)
     if dist.get_rank() == 0:
@@ -110,7 +113,6 @@ def _gather_timeline(engine: InfiniPipeEngine) -> Timeline:
 def start_logging(config: dict[str, Any]) -> None:
     """Join the process group and let rank 0 speak on stdout; other ranks only warn."""
     init_distributed(InfiniPipeConfig.from_deepspeed(config).runtime.timeout_s)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     root = logging.getLogger("ds_infinipipe")
     if not root.handlers:

@@ -1,0 +1,136 @@
+"""What the engine costs beside a plain torch loop: pp 1, sp 1, one unsplit chunk, one thread.
+
+The same Hugging Face model, weights and data, AdamW with clipping in both; steps interleaved, so
+that the machine's noise falls on both. Reports the ratio of median CPU times and the engine's cost
+per instruction.
+
+    OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu python benchmarks/engine_overhead.py [--steps 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_infinipipe.planner.types import Op
+from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.initialize import initialize
+from ds_infinipipe.runtime.module import InfiniPipeModule
+
+RESULT = Path(__file__).parent / "results" / "engine_overhead.json"
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def main() -> int:
+    """Measure both ZeRO stages and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=1024)
+    args = parser.parse_args()
+    _single_rank()
+    rows = [_measure(stage, args.steps, args.tokens) for stage in (0, 3)]
+    for row in rows:
+        print(
+            f"ZeRO-{row['zero_stage']}: engine {row['engine_s']:.3f} s, torch {row['torch_s']:.3f} "
+            f"s, ratio {row['ratio']:.3f}; {row['per_instruction_ms']:.2f} ms an instruction on top"
+        )
+    body = {"command": " ".join(sys.argv), "rows": rows}
+    RESULT.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _single_rank() -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**defaults, "MASTER_PORT": "29531"}.items():
+        os.environ.setdefault(name, value)
+
+
+def _measure(zero_stage: int, steps: int, tokens: int) -> dict[str, Any]:
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {"stage": zero_stage, "reduce_bucket_size": 5_000_000},
+        "infinipipe": {
+            "model": {"config": MODEL},
+            "planner": {"max_slices": 1},
+            "planning": {"asynchronous": False},
+        },
+    }
+    engine = initialize(model=InfiniPipeModule(config), config=config)[0]
+    ids = np.random.default_rng(0).integers(0, MODEL["vocab_size"], size=tokens)
+    batch = StepBatch.from_samples([ids], tokens, MODEL["vocab_size"])
+    plan = engine.planning_task.solve(batch.lengths)
+    assert len(plan.chunks) == 1 and not any(i.recompute for i in plan.streams[0])
+    plain = _plain_step(batch)
+    times: dict[str, list[float]] = {"engine": [], "torch": []}
+    for _ in range(steps):
+        times["engine"].append(_cpu_time(lambda: engine.train_plan(plan, batch)))
+        times["torch"].append(_cpu_time(plain))
+    engine.close()
+    engine_s, torch_s = (statistics.median(times[name][2:]) for name in ("engine", "torch"))
+    compute = sum(i.op in (Op.FORWARD, Op.BACKWARD, Op.STEP) for i in plan.streams[0])
+    return {
+        "zero_stage": zero_stage,
+        "tokens": tokens,
+        "engine_s": engine_s,
+        "torch_s": torch_s,
+        "ratio": engine_s / torch_s,
+        "per_instruction_ms": (engine_s - torch_s) / compute * 1e3,
+    }
+
+
+def _plain_step(batch: StepBatch) -> Callable[[], None]:
+    fields = dict(MODEL)
+    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids, labels = torch.from_numpy(batch.ids[0])[None], torch.from_numpy(batch.labels[0])
+
+    def step() -> None:
+        logits = model(ids).logits[0]
+        F.cross_entropy(logits, labels, ignore_index=-100).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _cpu_time(function: Callable[[], Any]) -> float:
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
