@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.json_file import read_json_object
 from ds_infinipipe.model.context import ChunkContext, chunk_attention
-from ds_infinipipe.planner.specs import SUPPORTED_MODEL_TYPES
+from ds_infinipipe.planner.specs import model_from_hf
 
 __all__ = [
     "ATTENTION_NAME",
@@ -31,13 +32,6 @@ ATTENTION_NAME = "infinipipe"
 """What transformers calls our attention in `config._attn_implementation`."""
 
 _CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
-)
 # "dynamic" and "longrope" change their frequencies with the longest sequence of a forward call,
 # so a slice would be rotated differently from its whole sequence
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -51,14 +45,9 @@ def load_hf_config(source: str | Path | Mapping[str, Any] | PreTrainedConfig) ->
     """
     values = _config_values(source)
     kind = values.pop("model_type", None)
-    if kind not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(
-            f"model type {kind!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    absent = [name for name in _REQUIRED if name not in values]
-    if absent:  # transformers would fill in the sizes of its own default model
-        raise ConfigError(f"the {kind} config lacks {', '.join(absent)}; give a complete one")
+    # sizes first: transformers would fill in those of its own default model
+    model_from_hf({"model_type": kind, **values})
+    _check_dtype(values)
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
     except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
@@ -79,16 +68,28 @@ def _config_values(source: str | Path | Mapping[str, Any] | PreTrainedConfig) ->
         raise ConfigError(
             f"there is no model config at {path}: give a config.json or a folder that holds one"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model config {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"model config {path} must hold one JSON object")
-    return values
+    return read_json_object(path, "the model config")
+
+
+def _check_dtype(values: Mapping[str, Any]) -> None:
+    """The dtype of a config is not used, but transformers stumbles over one it does not know."""
+    for name in ("dtype", "torch_dtype"):
+        value = values.get(name)
+        dtype = getattr(torch, value, None) if isinstance(value, str) else value
+        if value is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError(
+                f"the model config gives {name} = {value!r}; it must be a dtype of torch, such as "
+                '"bfloat16"; bf16 in the DeepSpeed configuration says what is trained with'
+            )
 
 
 def _check(config: PreTrainedConfig) -> None:
+    activation = config.hidden_act
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise ConfigError(
+            f"hidden_act is {activation!r}, which transformers does not know; it knows "
+            f"{', '.join(sorted(ACT2FN))}"
+        )
     if config.attention_dropout:
         raise ConfigError(
             f"attention_dropout is {config.attention_dropout}: recomputed layers would drop other "

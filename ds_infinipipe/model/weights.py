@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.json_file import read_json_object
 from ds_infinipipe.model.layers import EMBEDDING_NAME
 
 __all__ = ["check_weights", "init_parameter", "load_weights"]
@@ -67,11 +67,7 @@ def _locate(folder: Path) -> dict[str, str]:
             "while training"
         )
     if (folder / _INDEX_FILE).is_file():
-        try:
-            index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
-            weight_map: dict[str, str] = dict(index["weight_map"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder / _INDEX_FILE} is damaged: {error!r}") from error
+        weight_map = _read_index(folder / _INDEX_FILE)
         absent = sorted(f for f in set(weight_map.values()) if not (folder / f).is_file())
         if absent:
             raise ConfigError(f"checkpoint {folder} lacks the files {_listed(absent)}")
@@ -80,11 +76,27 @@ def _locate(folder: Path) -> dict[str, str]:
         with _open(folder / _SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), _SINGLE_FILE)
     pickled = sorted(p.name for p in folder.glob("*.bin"))
-    found = f"it holds {_listed(pickled)}, which is" if pickled else "it holds neither, that is"
-    raise ConfigError(
-        f"checkpoint {folder} has no {_SINGLE_FILE} or {_INDEX_FILE}; {found} not read: convert it "
-        "with transformers' from_pretrained(folder).save_pretrained(other_folder)"
+    repair = (
+        f"it holds {_listed(pickled)}, which is not read: convert it with transformers' "
+        "from_pretrained(folder).save_pretrained(other_folder)"
+        if pickled
+        else "it holds no weights at all: download the model again, or give its config as "
+        "infinipipe.model.config_path to start from random weights"
     )
+    raise ConfigError(f"checkpoint {folder} has no {_SINGLE_FILE} or {_INDEX_FILE}; {repair}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File name by tensor name, of an index file."""
+    weight_map = read_json_object(path, "the index").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ConfigError(f"the index {path} is damaged: weight_map is no object")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file:
+            raise ConfigError(
+                f"the index {path} is damaged: {name} is in {file!r}, which is no file name"
+            )
+    return weight_map
 
 
 def _open(path: Path) -> safe_open:

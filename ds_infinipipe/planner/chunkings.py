@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ds_infinipipe.planner.candidates import Chunking
@@ -27,7 +28,10 @@ def iterate_chunkings(
     """
     token_limit = None if settings.token_limit == "auto" else settings.token_limit
     seen: set[object] = set()
-    for k in range(1, settings.slice_limit(memory.layout.pp) + 1) if ks is None else ks:
+    # a slice has at least one unit, so more slices than that cut nothing finer
+    finest = -(-max(lengths) // math.lcm(memory.layout.sp, settings.alignment))
+    most = min(settings.slice_limit(memory.layout.pp), finest)
+    for k in range(1, most + 1) if ks is None else ks:
         chunks = chunk_sequences(
             lengths,
             k,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.hints import format_close_matches
+from ds_infinipipe.json_file import is_finite_number, read_json_object
 
 __all__ = [
     "BUILTIN_CLUSTERS",
@@ -17,10 +18,11 @@ __all__ = [
     "NODE_TYPES",
     "ClusterSpec",
     "load_cluster",
-    "read_json_object",
+    "read_named_json",
 ]
 
 _GIB = 2**30
+_MAX_COUNT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ def _named(name: str) -> ClusterSpec | None:
     match = _PATTERN.fullmatch(name)
     if match is None:
         return None
+    if max(len(match[2]), len(match[3])) > len(str(_MAX_COUNT)):
+        raise ConfigError(f"cluster {name!r} is too large: write NODESxDEVICES of a real one")
     nodes, devices = int(match[2]), int(match[3])
     if nodes < 1 or devices < 1:
         raise ConfigError(f"cluster {name!r} has no devices: write NODESxDEVICES, both at least 1")
@@ -153,21 +157,39 @@ def load_cluster(name_or_path: str) -> ClusterSpec:
     builtin = _builtin(name_or_path)
     if builtin is not None:
         return builtin
-    given = dict(read_json_object(Path(name_or_path), "cluster", (CLUSTER_HELP,)))
+    given = dict(read_named_json(name_or_path, "cluster", (CLUSTER_HELP,)))
     base_name = given.pop("base", None)
     base = None if base_name is None else _builtin(str(base_name))
     if base_name is not None and base is None:
-        raise ConfigError(f"cluster base {base_name!r} is not a built-in name ({CLUSTER_HELP})")
-    try:
-        cluster = ClusterSpec(**given) if base is None else replace(base, **given)
-    except TypeError as error:
-        raise ConfigError(f"cluster file {name_or_path}: {error}") from error
+        raise ConfigError(
+            f"cluster file {name_or_path}: base {base_name!r} is not a built-in name "
+            f"({CLUSTER_HELP})"
+        )
+    _check_names(given, base is not None, name_or_path)
+    cluster = ClusterSpec(**given) if base is None else replace(base, **given)
     _check(cluster, name_or_path)
     return cluster
 
 
+def _check_names(given: Mapping[str, Any], has_base: bool, source: str) -> None:
+    known = [field.name for field in fields(ClusterSpec)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"cluster file {source}: {name} is unknown{format_close_matches(name, known)}"
+            )
+    needed = [f.name for f in fields(ClusterSpec) if f.default is MISSING and f.name not in given]
+    if needed and not has_base:
+        raise ConfigError(
+            f"cluster file {source} lacks {', '.join(needed)}: give them, or a base, the built-in "
+            f"cluster they are taken from ({CLUSTER_HELP})"
+        )
+
+
 def _check(cluster: ClusterSpec, source: str) -> None:
-    whole = ("num_nodes", "devices_per_node", "memory_bytes")
+    if not isinstance(cluster.name, str) or not cluster.name:
+        raise ConfigError(f"cluster file {source}: name is {cluster.name!r}; it must be a text")
+    whole = {"num_nodes": _MAX_COUNT, "devices_per_node": _MAX_COUNT, "memory_bytes": 2**60}
     may_be_zero = {
         "zero_overlap",
         "collective_latency_s",
@@ -179,13 +201,17 @@ def _check(cluster: ClusterSpec, source: str) -> None:
         value = getattr(cluster, name)
         if name == "device_p2p_bandwidth" and value is None:
             continue
-        kinds = (int,) if name in whole else (int, float)
-        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        is_number = is_finite_number(value) and (name not in whole or isinstance(value, int))
         if not is_number or value < 0 or (value == 0 and name not in may_be_zero):
-            kind = "whole number" if name in whole else "number"
+            kind = "whole number" if name in whole else "finite number"
             above = "of at least 0" if name in may_be_zero else "above 0"
             raise ConfigError(
                 f"cluster file {source}: {name} is {value!r}; it must be a {kind} {above}"
+            )
+    for name, most in whole.items():
+        if getattr(cluster, name) > most:
+            raise ConfigError(
+                f"cluster file {source}: {name} is {getattr(cluster, name)}; at most {most} works"
             )
     if cluster.zero_overlap > 1:
         raise ConfigError(
@@ -193,16 +219,10 @@ def _check(cluster: ClusterSpec, source: str) -> None:
         )
 
 
-def read_json_object(path: Path, what: str, builtins: Iterable[str]) -> Mapping[str, Any]:
-    """The JSON object in a file; ConfigError, naming the built-in ones, where there is none."""
-    if not path.is_file():
+def read_named_json(given: str, what: str, builtins: Iterable[str]) -> Mapping[str, Any]:
+    """The JSON object in the file `given`; ConfigError, naming the built-in ones, without one."""
+    if not given or not Path(given).is_file():
         raise ConfigError(
-            f"{what} {str(path)!r} is neither a file nor a built-in name ({', '.join(builtins)})"
+            f"{what} {given!r} is neither a file nor a built-in name ({', '.join(builtins)})"
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{what} file {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{what} file {path} must hold one JSON object")
-    return content
+    return read_json_object(given, f"{what} file")

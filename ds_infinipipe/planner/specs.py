@@ -12,7 +12,7 @@ from ds_infinipipe.planner.clusters import (
     BUILTIN_CLUSTERS,
     ClusterSpec,
     load_cluster,
-    read_json_object,
+    read_named_json,
 )
 
 __all__ = [
@@ -27,6 +27,23 @@ __all__ = [
 ]
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+_MAX_SIZE = 2**31
+
+# what transformers takes where a config.json has no such key; llama derives both
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +159,59 @@ BUILTIN_MODELS: Mapping[str, ModelSpec] = {
 def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
     """Read a Hugging Face `config.json`; raises ConfigError for unsupported or incomplete ones."""
     kind = config.get("model_type")
-    if kind not in SUPPORTED_MODEL_TYPES:
+    if not isinstance(kind, str) or kind not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(
             f"model type {kind!r} is not supported; supported are "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}"
         )
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        spec = ModelSpec(
-            name=name or str(kind),
-            num_layers=int(config["num_hidden_layers"]),
-            hidden_size=hidden,
-            ffn_size=int(config["intermediate_size"]),
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab_size=int(config["vocab_size"]),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            fused_kernels=False,
-            has_head_norms=kind == "qwen3",
+    absent = [name for name in _SIZES if name not in config]
+    if absent:
+        raise ConfigError(
+            f"the model config lacks {', '.join(absent)}; give a complete config.json"
         )
-    except KeyError as error:
-        raise ConfigError(f"the model config lacks {error}; give a complete config.json") from error
-    for field_name in ("num_layers", "hidden_size", "ffn_size", "num_heads", "vocab_size"):
-        if getattr(spec, field_name) < 1:
-            raise ConfigError(f"the model config gives {field_name} = {getattr(spec, field_name)}")
-    return spec
+    config = {**_DEFAULTS[kind], **config}
+    sizes = {name: _size(config, name) for name in _SIZES}
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    kv_heads = _optional_size(config, "num_key_value_heads")
+    head_dim = _optional_size(config, "head_dim")
+    if head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"the model config gives hidden_size = {hidden}, no multiple of num_attention_heads = "
+            f"{heads}: give head_dim, or other sizes"
+        )
+    tied = config.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ConfigError(
+            f"the model config gives tie_word_embeddings = {tied!r}; it must be true or false"
+        )
+    return ModelSpec(
+        name=name or kind,
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=hidden,
+        ffn_size=sizes["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=hidden // heads if head_dim is None else head_dim,
+        vocab_size=sizes["vocab_size"],
+        tied_embeddings=tied,
+        fused_kernels=False,
+        has_head_norms=kind == "qwen3",
+    )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MAX_SIZE:
+        raise ConfigError(
+            f"the model config gives {name} = {value!r}; it must be an integer of at least 1 and "
+            "below 2^31"
+        )
+    return value
+
+
+def _optional_size(config: Mapping[str, Any], name: str) -> int | None:
+    """None where transformers derives it from the others."""
+    return None if config.get(name) is None else _size(config, name)
 
 
 def load_model(name_or_path: str) -> ModelSpec:
@@ -176,7 +219,9 @@ def load_model(name_or_path: str) -> ModelSpec:
     if name_or_path in BUILTIN_MODELS:
         return BUILTIN_MODELS[name_or_path]
     path = Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    return model_from_hf(
-        read_json_object(path, "model", BUILTIN_MODELS), path.parent.name or path.stem
-    )
+    is_folder = bool(name_or_path) and path.is_dir()
+    path = path / "config.json" if is_folder else path
+    if is_folder and not path.is_file():
+        raise ConfigError(f"model folder {name_or_path} holds no config.json")
+    content = read_named_json(str(path) if name_or_path else "", "model", BUILTIN_MODELS)
+    return model_from_hf(content, path.parent.name or path.stem)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
+from ds_infinipipe.planner.specs import model_from_hf
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
@@ -57,7 +58,14 @@ def test_rope_settings_of_older_configs_are_understood() -> None:
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ("llama", {"pad_token_id": 50}, "pad_token_id 50 is outside the vocabulary of 50"),
-        ("llama", {"num_attention_heads": "many"}, "cannot read this llama config"),
+        ("llama", {"num_attention_heads": "many"}, "num_attention_heads = 'many'"),
+        ("llama", {"rms_norm_eps": "small"}, "cannot read this llama config"),
+        ("qwen3", {"head_dim": -8}, "head_dim = -8; it must be an integer of at least 1"),
+        ("llama", {"head_dim": 0}, "head_dim = 0; it must be"),
+        ("llama", {"hidden_act": "sillu"}, "hidden_act is 'sillu', which transformers does not"),
+        ("llama", {"dtype": "float33"}, "dtype = 'float33'; it must be a dtype of torch"),
+        ("llama", {"dtype": "auto"}, "dtype = 'auto'; it must be a dtype"),
+        ("llama", {"torch_dtype": "relu"}, "torch_dtype = 'relu'; it must be a dtype"),
     ],
 )
 def test_a_model_that_would_not_train_exactly_is_refused(
@@ -79,6 +87,20 @@ def test_a_window_that_never_hides_a_token_is_accepted(kind: str, changes: dict)
     assert load_hf_config(tiny_config(kind, **changes)).model_type == kind
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+def test_a_dtype_that_torch_has_is_accepted(dtype: str | None) -> None:
+    assert load_hf_config(tiny_config("llama", dtype=dtype)).hidden_size == 32
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_the_planner_knows_what_transformers_takes_for_absent_sizes(kind: str) -> None:
+    values = tiny_config(kind, num_attention_heads=32)
+    del values["num_key_value_heads"], values["head_dim"]
+    spec, config = model_from_hf(values), load_hf_config(values)
+    assert spec.num_kv_heads == config.num_key_value_heads
+    assert spec.head_dim == getattr(config, "head_dim", None) or spec.head_dim == 1
+
+
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model config at .*config\.json"):
         load_hf_config(tmp_path)
@@ -94,5 +116,5 @@ def test_a_damaged_config_is_named(tmp_path: Path, text: str, reason: str) -> No
 def test_missing_sizes_are_not_filled_in() -> None:
     values = tiny_config("llama")
     del values["intermediate_size"], values["vocab_size"]
-    with pytest.raises(ConfigError, match="lacks intermediate_size, vocab_size"):
+    with pytest.raises(ConfigError, match="the model config lacks intermediate_size, vocab_size"):
         load_hf_config(values)

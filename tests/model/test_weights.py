@@ -117,7 +117,7 @@ def test_an_index_that_is_wrong_about_a_file_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ConfigError, match=f"{name} is damaged"):
+    with pytest.raises(ConfigError, match=f"{name} is (damaged|not JSON)"):
         load_weights(tmp_path, SHAPES)
 
 
@@ -176,3 +176,27 @@ def test_initial_values_stay_the_same_between_releases() -> None:
     torch.testing.assert_close(
         got, torch.tensor([[-0.01013235, 0.02187823, 0.04746852]]), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ({"weight_map": {"w": 5}}, "w is in 5, which is no file name"),
+        ({"weight_map": {"w": None}}, "w is in None"),
+        ({"weight_map": ["w"]}, "weight_map is no object"),
+        ({}, "weight_map is no object"),
+        ([], "must hold one JSON object"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path: Path, index: object, expected: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"the index .*index.json .*{expected}"):
+        check_weights(tmp_path, SHAPES)
+
+
+def test_a_folder_without_weights_is_told_apart_from_one_with_pickles(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it holds no weights at all: download the model again"):
+        check_weights(tmp_path, SHAPES)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"it holds pytorch_model\.bin, which is not read"):
+        check_weights(tmp_path, SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,14 +53,21 @@ def test_a_name_gives_any_number_of_nodes_and_devices(kind: str) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ({"base": "h100-80g-2x8", "peak_flops": "fast"}, "peak_flops is 'fast'; it must be a num"),
+        ({"base": "h100-80g-2x8", "peak_flops": "fast"}, "peak_flops is 'fast'; it must be a fin"),
         ({"base": "h100-80g-2x8", "num_nodes": 0}, "num_nodes is 0; it must be a whole number abo"),
         ({"base": "h100-80g-2x8", "num_nodes": 1.5}, "num_nodes is 1.5; it must be a whole"),
         ({"base": "h100-80g-2x8", "p2p_latency_s": -1}, "p2p_latency_s is -1; .* of at least 0"),
         ({"base": "h100-80g-2x8", "zero_overlap": 1.5}, "zero_overlap is 1.5; it is a share"),
-        ({"base": "v100-2x8"}, "cluster base 'v100-2x8' is not a built-in name"),
-        ({"name": "x"}, "missing"),
-        ({"base": "h100-80g-2x8", "speed": 3}, "speed"),
+        ({"base": "v100-2x8"}, "cluster.json: base 'v100-2x8' is not a built-in name"),
+        ({"name": "x"}, "cluster.json lacks num_nodes, devices_per_node, memory_bytes, peak_flops"),
+        ({"base": "h100-80g-2x8", "peak_flop": 3}, "peak_flop is unknown; did you mean 'peak_fl"),
+        ({"base": "h100-80g-2x8", "peak_flops": math.nan}, "peak_flops is nan; it must be a fini"),
+        ({"base": "h100-80g-2x8", "gather_bandwidth": math.inf}, "gather_bandwidth is inf; it m"),
+        ({"base": "h100-80g-2x8", "p2p_latency_s": math.nan}, "p2p_latency_s is nan; it must"),
+        ({"base": "h100-80g-2x8", "peak_flops": 10**400}, "peak_flops is 1000"),
+        ({"base": "h100-80g-2x8", "memory_bytes": True}, "memory_bytes is True; it must be a wh"),
+        ({"base": "h100-80g-2x8", "num_nodes": 10**9}, "num_nodes is 1000000000; at most"),
+        ({"base": "h100-80g-2x8", "name": ""}, "name is ''; it must be a text"),
     ],
 )
 def test_a_bad_cluster_file_is_refused(
@@ -76,6 +84,18 @@ def test_a_cluster_file_fills_from_its_base(tmp_path: Path) -> None:
     file.write_text('{"base": "h100-80g-2x8", "name": "mine", "zero_overlap": 0.5}')
     cluster = load_cluster(str(file))
     assert cluster == replace(load_cluster("h100-80g-2x8"), name="mine", zero_overlap=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "cluster '' is neither a file nor a built-in name"),
+        ("h100-80g-99999999999x8", "is too large"),
+    ],
+)
+def test_a_name_that_is_no_cluster_is_repeated(name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_cluster(name)
 
 
 def test_a_cluster_without_nodes_is_refused() -> None:

@@ -175,7 +175,7 @@ def _candidates(workload: Workload, cost: CostModel) -> Iterable[Candidate]:
         loss_block_tokens=settings.loss_block_tokens,
     )
     unit = math.lcm(layout.sp, settings.alignment)
-    for k in range(1, settings.slice_limit(layout.pp) + 1):
+    for k in range(1, min(settings.slice_limit(layout.pp), -(-workload.longest // unit)) + 1):
         size = unit * math.ceil(workload.longest / k / unit)
         chunks = fixed_chunks(workload.lengths, size, unit, layout.sp, is_even=True)
         limit_bytes = workload.limit_bytes
