@@ -18,7 +18,7 @@ from typing import IO, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_infinipipe.data.decode import EncodingPolicy, tokenize_line, tokenize_text
+from ds_infinipipe.data.decode import EncodingPolicy, Tokens, tokenize_line, tokenize_text
 from ds_infinipipe.data.files import JSONL_PATTERNS, TEXT_PATTERNS, FileScan, scan_files
 from ds_infinipipe.errors import DataError
 
@@ -51,8 +51,8 @@ class DocumentSource:
         text = () if self.format == "jsonl" else TEXT_PATTERNS
         return text + (() if self.format == "text" else JSONL_PATTERNS)
 
-    def tokenize(self, content: bytes, is_line: bool) -> tuple[NDArray[np.int64], bool]:
-        """(ids, whether bytes were replaced) of a document; ValueError if it is broken."""
+    def tokenize(self, content: bytes, is_line: bool) -> Tokens:
+        """The tokens of a document; ValueError if it is broken."""
         if is_line:
             return tokenize_line(content, self.text_field, self.encoding_errors, self.vocab_size)
         return tokenize_text(content, self.encoding_errors, self.vocab_size)
@@ -100,20 +100,21 @@ class Corpus:
         path, offset = self.scan.files[self.files[document]], int(self.offsets[document])
         return path if offset == _WHOLE_FILE else f"{path} at offset {offset}"
 
-    def tokens(self, document: int) -> NDArray[np.int64]:
-        """Token ids, int64 [lengths[document]]; DataError if the file changed since it was read."""
+    def read(self, document: int) -> Tokens:
+        """A document, `lengths[document]` tokens; DataError if the file changed since."""
         path, offset = self.scan.files[self.files[document]], int(self.offsets[document])
         try:
             content = _read(path, offset, self._unpacked)
-            ids, _ = self.source.tokenize(content, offset != _WHOLE_FILE)
+            tokens = self.source.tokenize(content, offset != _WHOLE_FILE)
         except (OSError, EOFError, IndexError, ValueError) as error:
             raise DataError(f"{self.name(document)} cannot be read any more: {error}") from error
-        if len(ids) != self.lengths[document]:
+        if len(tokens.ids) != self.lengths[document]:
             raise DataError(
-                f"{self.name(document)} has {len(ids)} tokens but had {self.lengths[document]} "
-                "when the run started: the corpus must not change during training"
+                f"{self.name(document)} has {len(tokens.ids)} tokens but had "
+                f"{self.lengths[document]} when the run started: the corpus must not change "
+                "during training"
             )
-        return ids
+        return tokens
 
 
 def read_corpus(source: DocumentSource) -> Corpus:
@@ -192,15 +193,15 @@ class _Gauge:
             if not is_line and not self._is_new(content):
                 self.counts.duplicates += 1
                 return 0
-            ids, repaired = self.source.tokenize(content, is_line)
+            tokens = self.source.tokenize(content, is_line)
         except (OSError, EOFError, ValueError) as error:
             where = f"{path}, line {position.line}" if is_line else path
             raise DataError(f"{where}: {error}") from error
-        if len(ids) < 2:
+        if not tokens.has_label:
             self.counts.without_label += 1
             return 0
-        self.counts.repaired += repaired
-        return len(ids)
+        self.counts.repaired += tokens.is_repaired
+        return len(tokens.ids)
 
     def _is_new(self, content: bytes) -> bool:
         before = len(self._digests)
@@ -228,8 +229,9 @@ def _read(path: str, offset: int, unpacked: dict[str, list[bytes]]) -> bytes:
 
 def _describe_nothing(source: DocumentSource, scan: FileScan, counts: CorpusCounts) -> str:
     found = (
-        f"{counts.empty} empty documents, {counts.without_label} of at most one token, "
-        f"{scan.unmatched} files with other names, {scan.links} symbolic links"
+        f"{counts.seen} documents ({counts.empty} empty, {counts.without_label} without a label, "
+        f"{counts.duplicates} duplicates), {scan.unmatched} files with other names, "
+        f"{scan.links} symbolic links, {scan.hidden_folders} hidden folders"
     )
     return (
         f"no document to train on in {', '.join(source.paths)}: found {found}; "

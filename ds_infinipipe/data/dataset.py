@@ -32,8 +32,8 @@ class CorpusReport:
         c, s = self.counts, self.scan
         left_out = (
             f"left out: {c.duplicates} duplicates, {c.empty} empty, "
-            f"{c.without_label} without a label (zero or one token), {c.beyond_cap} beyond "
-            f"the cap, "
+            f"{c.without_label} without a label (at most one token, or all -100), "
+            f"{c.beyond_cap} beyond the cap, "
             f"{s.links} symbolic links, {s.hidden_folders} hidden folders, "
             f"{s.unmatched} files with other names"
         )
@@ -48,7 +48,8 @@ class DocumentDataset:
     """Sequences of at most `context_length` tokens; torch-free, usable as a torch data set.
 
     `lengths` in tokens, int64 [sequences]. Items are `{"input_ids": int64 [length]}`, read from
-    disk when asked for, without bos or eos. `report` says what became of every document.
+    disk when asked for, without bos or eos; those of lines with labels also have `labels`, as long
+    and not shifted, -100 where there is none. `report` says what became of every document.
     """
 
     def __init__(self, corpus: Corpus, settings: DataSettings) -> None:
@@ -83,8 +84,12 @@ class DocumentDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = int(self._starts[index])
-        ids = self.corpus.tokens(int(self._documents[index]))
-        return {"input_ids": ids[start : start + int(self.lengths[index])]}
+        piece = slice(start, start + int(self.lengths[index]))
+        tokens = self.corpus.read(int(self._documents[index]))
+        item = {"input_ids": tokens.ids[piece]}
+        if tokens.labels is not None:
+            item["labels"] = tokens.labels[piece]
+        return item
 
     def name(self, index: int) -> str:
         """Where a sequence comes from."""

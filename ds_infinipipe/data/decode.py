@@ -1,20 +1,43 @@
-"""From the bytes of a document to its token ids."""
+"""From the bytes of a document to its token ids and labels."""
 
 from __future__ import annotations
 
 import codecs
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.data.tokenizer import ByteTokenizer
 
-__all__ = ["EncodingPolicy", "decode_text", "tokenize_line", "tokenize_text"]
+__all__ = ["EncodingPolicy", "Tokens", "decode_text", "tokenize_line", "tokenize_text"]
 
 EncodingPolicy = Literal["replace", "strict"]
+
+_IGNORED = -100
+_MAX_ID = 2**62
+# what other programs read beside the ids to weigh tokens
+_UNSUPPORTED = ("loss_weights", "loss_mask")
+
+
+class Tokens(NamedTuple):
+    """A document: `ids` int64 [tokens], and `labels` int64 [tokens] where its line has some.
+
+    Labels are not shifted: `labels[t]` stands at the token it is for, -100 where there is none.
+    """
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64] | None
+    is_repaired: bool
+
+    @property
+    def has_label(self) -> bool:
+        """The first token is never predicted."""
+        if self.labels is None:
+            return len(self.ids) > 1
+        return bool((self.labels[1:] != _IGNORED).any())
 
 
 def decode_text(content: bytes, policy: EncodingPolicy) -> tuple[str, bool]:
@@ -30,56 +53,92 @@ def decode_text(content: bytes, policy: EncodingPolicy) -> tuple[str, bool]:
         return content.decode("utf-8", "replace"), True
 
 
-def tokenize_text(
-    content: bytes, policy: EncodingPolicy, vocab_size: int | None
-) -> tuple[NDArray[np.int64], bool]:
-    """Ids of a whole text file, int64 [tokens], and whether bytes were replaced."""
+def tokenize_text(content: bytes, policy: EncodingPolicy, vocab_size: int | None) -> Tokens:
+    """A whole text file."""
     text, repaired = decode_text(content, policy)
     ids = ByteTokenizer().encode_bytes(text.encode() if repaired else content)
     _check_range(ids, vocab_size)
-    return ids, repaired
+    return Tokens(ids, None, repaired)
 
 
 def tokenize_line(
     content: bytes, text_field: str, policy: EncodingPolicy, vocab_size: int | None
-) -> tuple[NDArray[np.int64], bool]:
-    """Ids of a JSONL line that has `input_ids` or a text; ValueError says what is wrong with it."""
+) -> Tokens:
+    """A JSONL line that has `input_ids`, maybe with `labels`, or a text.
+
+    Raises ValueError saying what is wrong with it.
+    """
     line, repaired = decode_text(content.removeprefix(codecs.BOM_UTF8), policy)
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not JSON of a document: it is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError("a JSONL line must be an object with 'input_ids' or a text")
-    ids = _row_ids(row, text_field)
+    if "input_ids" not in row:
+        ids = _encode_text(row, text_field)
+        _check_range(ids, vocab_size)
+        return Tokens(ids, None, repaired)
+    for name in _UNSUPPORTED:
+        if row.get(name) is not None:
+            raise ValueError(
+                f"{name!r} is not supported yet: give 'labels', a list as long as 'input_ids' with "
+                "-100 at the tokens that are not trained on"
+            )
+    ids = _integers(row, "input_ids")
     _check_range(ids, vocab_size)
-    return ids, repaired
+    if row.get("labels") is None:
+        return Tokens(ids, None, repaired)
+    labels = _integers(row, "labels")
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"{len(ids)} 'input_ids' but {len(labels)} 'labels': give one label a token, not "
+            "shifted, -100 where there is none"
+        )
+    _check_range(labels[labels != _IGNORED], vocab_size, "label")
+    return Tokens(ids, labels, repaired)
 
 
-def _row_ids(row: Mapping[str, Any], text_field: str) -> NDArray[np.int64]:
-    if "input_ids" in row:
-        ids = np.asarray(row["input_ids"] or np.empty(0, np.int64))
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError("'input_ids' must be a list of integers")
-        return ids.astype(np.int64)
-    text = row.get(text_field)
-    if not isinstance(text, str):
+def _encode_text(row: Mapping[str, Any], text_field: str) -> NDArray[np.int64]:
+    if text_field not in row:
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(
             f"neither 'input_ids' nor a text under {text_field!r}; the keys are {keys}: "
             "name the right one as text_field"
         )
+    text = row[text_field]
+    if not isinstance(text, str):
+        raise ValueError(f"{text_field!r} is {_shorten(text)}, which is no text")
     return ByteTokenizer().encode(text)
 
 
-def _check_range(ids: NDArray[np.int64], vocab_size: int | None) -> None:
+def _integers(row: Mapping[str, Any], name: str) -> NDArray[np.int64]:
+    values = row[name]
+    if not isinstance(values, list):
+        raise ValueError(f"{name!r} must be a list of integers, it is {_shorten(values)}")
+    for index, value in enumerate(values):
+        if type(value) is not int or abs(value) > _MAX_ID:
+            raise ValueError(
+                f"{name!r} must be a list of integers, entry {index} is {_shorten(value)}"
+            )
+    return np.array(values, dtype=np.int64)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _check_range(ids: NDArray[np.int64], vocab_size: int | None, what: str = "token id") -> None:
     if not ids.size:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
-        raise ValueError(f"token id {low} is negative")
+        raise ValueError(f"{what} {low} is negative")
     if vocab_size is not None and high >= vocab_size:
         raise ValueError(
-            f"token id {high} is outside the model's vocabulary of {vocab_size}: "
+            f"{what} {high} is outside the model's vocabulary of {vocab_size}: "
             "use a larger vocab_size or other data"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,8 +42,11 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
     and for lengths below 1.
     """
     file = Path(path)
-    if not file.is_file():
-        raise DataError(f"lengths file {file} does not exist")
+    if str(path) and file.is_dir():
+        raise DataError(f"lengths file {path} is a folder; give a file with one length a line")
+    if not str(path) or not file.is_file():
+        named = str(path) or "''"
+        raise DataError(f"lengths file {named} does not exist")
     if file.suffix == ".npy":
         lengths = _read_npy(file)
     else:
@@ -76,6 +80,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 text = line.decode("utf-8", "replace").strip()
                 if text:
                     yield number, text
@@ -109,6 +114,8 @@ def _parse_json(line: str) -> int:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not JSON of a length: it is nested too deeply") from None
     if isinstance(row, dict):
         ids = row.get("input_ids")
         row = row["length"] if "length" in row else len(ids) if isinstance(ids, list) else row

@@ -78,6 +78,34 @@ def test_jsonl_lines_hold_text_or_ids(tmp_path: Path) -> None:
     assert dataset.report.counts.empty == 1
 
 
+def test_labels_come_with_their_ids(tmp_path: Path) -> None:
+    rows = jsonl(
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, -100]},
+        {"input_ids": [5, 6], "labels": None},
+        {"input_ids": [5, 6], "labels": [5, -100]},
+        {"text": "ab", "labels": "a column of its own"},
+    )
+    dataset = read(write(tmp_path, d__jsonl=rows))
+    assert dataset.lengths.tolist() == [3, 2, 2]
+    assert dataset[0]["labels"].tolist() == [-100, 6, -100]
+    assert dataset[0]["labels"].dtype == np.int64
+    assert [list(dataset[i]) for i in (1, 2)] == [["input_ids"], ["input_ids"]]
+    # the first token is never predicted, so its label alone trains nothing
+    assert dataset.report.counts.without_label == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "labels"), [("truncate", [[0, 1, 2, 3]]), ("split", [[0, 1, 2, 3], [-100, 5]])]
+)
+def test_labels_are_cut_with_their_document(
+    tmp_path: Path, policy: Any, labels: list[list[int]]
+) -> None:
+    rows = jsonl({"input_ids": [9] * 6, "labels": [0, 1, 2, 3, -100, 5]})
+    dataset = read(write(tmp_path, d__jsonl=rows), context_length=4, over_length=policy)
+    assert [dataset[i]["labels"].tolist() for i in range(len(dataset))] == labels
+    assert all(len(dataset[i]["input_ids"]) == len(labels[i]) for i in range(len(dataset)))
+
+
 def test_a_byte_order_mark_before_jsonl_is_no_text(tmp_path: Path) -> None:
     path = write(tmp_path, d__jsonl=b"\xef\xbb\xbf" + jsonl({"text": "abc"}).encode())
     assert texts(read(path)) == ["abc"]
@@ -109,6 +137,20 @@ def test_another_text_field_is_read_when_named(tmp_path: Path) -> None:
         ("[1, 2]", "line 2: a JSONL line must be an object"),
         ('{"input_ids": [1, 2.5]}', "line 2: 'input_ids' must be a list of integers"),
         ('{"input_ids": [1, "a"]}', "line 2: 'input_ids' must be a list of integers"),
+        ('{"input_ids": [[1], [2, 3]]}', r"must be a list of integers, entry 0 is \[1\]"),
+        ('{"input_ids": [1, true]}', "must be a list of integers, entry 1 is True"),
+        ('{"input_ids": [1, 9999999999999999999]}', "must be a list of integers, entry 1 is 999"),
+        ('{"input_ids": "abc"}', "line 2: 'input_ids' must be a list of integers, it is 'abc'"),
+        ('{"text": 5}', "line 2: 'text' is 5, which is no text"),
+        ("[" * 100_000, "line 2: not JSON of a document: it is nested too deeply"),
+        ('{"input_ids": [1, 2], "labels": [2]}', "2 'input_ids' but 1 'labels': give one label a"),
+        ('{"input_ids": [1, 2], "labels": 3}', "'labels' must be a list of integers, it is 3"),
+        ('{"input_ids": [1, 2], "labels": [1, -7]}', "line 2: label -7 is negative"),
+        ('{"input_ids": [1, 2], "labels": [1, 320]}', "label 320 is outside the model's vocab"),
+        (
+            '{"input_ids": [1, 2], "loss_weights": [0, 1]}',
+            "line 2: 'loss_weights' is not supported yet: give 'labels'",
+        ),
         ('{"input_ids": [1, -3]}', "line 2: token id -3 is negative"),
         (
             '{"input_ids": [1, 400]}',
@@ -155,7 +197,7 @@ def test_an_empty_corpus_says_what_was_found(tmp_path: Path, kind: str) -> None:
     expected = "no document to train on"
     if kind == "only empty files":
         write(tmp_path, a__txt="", b__txt="x")
-        expected = "1 empty documents, 1 of at most one token"
+        expected = r"2 documents \(1 empty, 1 without a label, 0 duplicates\)"
     if kind == "only pictures":
         write(tmp_path, a__png=b"\x89")
         expected = "1 files with other names"

@@ -154,3 +154,22 @@ def test_wikipedia_runs_through_the_counted_percentiles() -> None:
 def test_an_unknown_law_is_refused() -> None:
     with pytest.raises(ConfigError, match="'wiki' is unknown; known are github-a"):
         sample_lengths("wiki", 3, 100, np.random.default_rng(0))
+
+
+def test_a_byte_order_mark_before_lengths_is_no_text(tmp_path: Path) -> None:
+    for name, text in (("a.txt", b"5\n6\n"), ("a.jsonl", b'{"length": 5}\n6\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text)
+        assert read_lengths(tmp_path / name).tolist() == [5, 6]
+
+
+def test_a_folder_or_no_name_is_no_lengths_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder; give a file"):
+        read_lengths(tmp_path)
+    with pytest.raises(DataError, match="lengths file '' does not exist"):
+        read_lengths("")
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("3\n" + "[" * 100_000)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not JSON of a length"):
+        read_lengths(tmp_path / "a.jsonl")

@@ -75,7 +75,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, expected: str) -> Non
 def test_a_name_that_is_no_model_is_repeated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model '' is neither a file nor a built-in name"):
         load_model("")
-    with pytest.raises(ConfigError, match="model folder .* holds no config"):
+    with pytest.raises(ConfigError, match=r"model folder .* holds no config"):
         load_model(str(tmp_path))
 
 
