@@ -19,6 +19,13 @@ _HOMES = {
     "ChunkSampler": "ds_infinipipe.data.sampler",
     "DocumentDataset": "ds_infinipipe.data.dataset",
     "plan_batch": "ds_infinipipe.planner.search",
+    "PlannerSettings": "ds_infinipipe.planner.settings",
+    "ClusterSpec": "ds_infinipipe.planner.specs",
+    "Layout": "ds_infinipipe.planner.specs",
+    "ModelSpec": "ds_infinipipe.planner.specs",
+    "load_cluster": "ds_infinipipe.planner.specs",
+    "load_model": "ds_infinipipe.planner.specs",
+    "make_layout": "ds_infinipipe.planner.specs",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -73,6 +73,30 @@ def test_plan_prints_a_summary_and_writes_a_plan_that_reads_back(
     }  # fmt: skip
 
 
+def test_the_summary_says_whose_activations_are_counted_and_kernels_changes_them(
+    tmp_path: Path, lengths: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peaks = {}
+    for kernels in ("plain", "fused"):
+        out = tmp_path / f"{kernels}.json"
+        assert main(plan_arguments(lengths, model, "--kernels", kernels, "--json", str(out))) == 0
+        assert f"activations of {kernels}" in capsys.readouterr().out
+        peaks[kernels] = max(Plan.from_json(out.read_text()).predicted.peak_bytes)
+    assert peaks["fused"] < peaks["plain"]
+    assert main(plan_arguments(lengths, model)) == 0  # a config.json is what training here runs
+    assert "activations of plain Hugging Face layers" in capsys.readouterr().out
+
+
+def test_the_summary_names_idle_devices(
+    lengths: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = ["--cluster", "a800-80g-1x8"]
+    assert main(plan_arguments(lengths, model, *some)) == 0
+    assert "4 of 8 of a800-80g-1x8: 4 stay idle" in capsys.readouterr().out
+    assert main(plan_arguments(lengths, model, *some, "--dp", "2")) == 0
+    assert "stay idle" not in capsys.readouterr().out
+
+
 def test_planning_options_reach_the_plan(tmp_path: Path, lengths: str, model: str) -> None:
     out = tmp_path / "plan.json"
     more = ["--memory-gib", "1.5", "--alignment", "4", "--recompute", "full", "--solver", "greedy"]

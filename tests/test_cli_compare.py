@@ -34,6 +34,7 @@ def test_compare_prints_every_system_and_writes_csv_json_and_plot(
     printed = capsys.readouterr().out
     for name in ("ours", "Seq1F1B", "DAPPLE", "GPipe", "DeepSpeed", "FlexSP", "Megatron-LM"):
         assert name in printed
+    assert "memory with the activations of fused kernels" in printed
     with open(table, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     stated = json.loads(Path(results).read_text())["results"]

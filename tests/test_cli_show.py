@@ -12,6 +12,7 @@ import pytest
 
 from ds_infinipipe.cli import main
 from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.viz import figure
 
 MODEL = {
     "model_type": "llama",
@@ -153,6 +154,31 @@ def test_a_plan_with_any_value_replaced_is_shown_or_refused_but_never_crashes(
     assert set(codes) <= {0, 1}
     assert codes.count(1) > 120
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [{"train_batch_size": 4}, {"infinipipe": {}}])
+def test_a_training_configuration_is_no_plan_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(content))
+    assert main(["show", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert f"{file} is a training configuration, not a plan" in text
+    assert text.count("\n") == 1
+
+
+def test_without_matplotlib_pictures_are_refused_before_any_work(
+    question: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figure, "find_spec", lambda name: None)
+    for option in ("--gantt", "--memory-plot"):
+        assert main([*question, option, "p.png"]) == 2
+        captured = capsys.readouterr()
+        assert f"{option}: PNG pictures need matplotlib" in captured.err
+        assert captured.out == ""
+    assert main(["compare", *question[1:], "--plot", "p.png"]) == 2
+    assert "--plot: PNG pictures need matplotlib" in capsys.readouterr().err
 
 
 def test_bytes_that_are_no_text_are_no_plan(

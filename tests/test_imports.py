@@ -38,6 +38,17 @@ def test_planning_imports_neither_torch_nor_deepspeed(module: str) -> None:
     assert not loaded & set(HEAVY)
 
 
+def test_planning_by_hand_needs_only_the_package_and_no_torch() -> None:
+    names = "ClusterSpec, Layout, ModelSpec, PlannerSettings, load_cluster, load_model, make_layout"
+    loaded = loaded_by(f"from ds_infinipipe import ChunkSampler, plan_batch, {names}")
+    assert "numpy" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_every_public_name_loads() -> None:
+    loaded_by("import ds_infinipipe as d; [getattr(d, name) for name in d.__all__]")
+
+
 def test_ortools_is_loaded_only_when_a_plan_needs_it() -> None:
     assert "ortools" not in loaded_by("import ds_infinipipe.planner.search")
 

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     for option in ("csv", "json", "plot"):
         check_folder(f"--{option}", getattr(args, option))
     if args.plot is not None:
-        from ds_infinipipe.viz.comparison import require_matplotlib
+        from ds_infinipipe.viz.figure import require_matplotlib
 
-        require_matplotlib()
+        require_matplotlib("--plot")
     question = read_question(args, has_default_layout=True)
     from ds_infinipipe.planner.baselines import BASELINES, compare
     from ds_infinipipe.viz.comparison import comparison_table, draw_comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,13 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="NAME|FILE",
         help=f"{', '.join(BUILTIN_MODELS)}, or a Hugging Face config.json",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("fused", "plain"),
+        help="layers whose saved activations are counted: with fused norm and SwiGLU, or plain "
+        "Hugging Face ones, as training here has (default: fused for the built-in models, plain "
+        "for a config.json)",
     )
     parser.add_argument(
         "--cluster",
@@ -136,6 +143,8 @@ def read_question(args: argparse.Namespace, *, has_default_layout: bool = False)
     if args.context is not None and args.context < 2:
         raise ConfigError(f"--context {args.context}: a sequence needs at least 2 tokens")
     model, cluster = load_model(args.model), load_cluster(args.cluster)
+    if args.kernels is not None:
+        model = replace(model, fused_kernels=args.kernels == "fused")
     layout = _layout(args, model, cluster, has_default_layout)
     lengths = load_lengths(args.lengths, args.context)
     if args.context is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from ds_infinipipe.cli.views import add_view_arguments, check_views, write_views
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_infinipipe.viz.tables import plan_summary
 
     text = _read(Path(args.plan))
+    _refuse_configurations(args.plan, text)
     try:
         plan = Plan.from_json(text)
         verify_plan(plan)
@@ -42,3 +44,16 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is not a plan file: it is not UTF-8 text") from error
+
+
+def _refuse_configurations(path: str, text: str) -> None:
+    """ConfigError for a training configuration; anything else is left to the plan's own checks."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return
+    if isinstance(content, dict) and {"infinipipe", "train_batch_size"} & content.keys():
+        raise ConfigError(
+            f"{path} is a training configuration, not a plan: write plans with `infinipipe plan "
+            "--json` or, while training, infinipipe.debug.dump_plans"
+        )

@@ -31,7 +31,8 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_views(args: argparse.Namespace) -> None:
-    """ConfigError for a file that cannot be written, found before the work."""
+    """ConfigError for a picture that cannot be drawn or written, found before the work."""
+    from ds_infinipipe.viz.figure import require_matplotlib
     from ds_infinipipe.viz.gantt import check_gantt_path
 
     for option, path in (
@@ -40,10 +41,12 @@ def check_views(args: argparse.Namespace) -> None:
         ("--trace", args.trace),
     ):
         check_folder(option, path)
-    if args.gantt is not None:
-        check_gantt_path(args.gantt)
+    if args.gantt is not None and check_gantt_path(args.gantt).suffix == ".png":
+        require_matplotlib("--gantt")
     if args.memory_plot is not None and not args.memory_plot.endswith(".png"):
         raise ConfigError(f"--memory-plot {args.memory_plot}: it is written as .png")
+    if args.memory_plot is not None:
+        require_matplotlib("--memory-plot")
 
 
 def write_views(args: argparse.Namespace, plan: Plan) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.baselines.result import BaselineResult, Workload
 from ds_infinipipe.planner.layouts import LayoutOutcome, LayoutSearch, LayoutStatus
+from ds_infinipipe.viz.tables import kernels_note
 
-__all__ = ["comparison_table", "draw_comparison", "layout_table", "require_matplotlib"]
+__all__ = ["comparison_table", "draw_comparison", "layout_table"]
 
 _GIB = 2**30
 _REASON_LENGTH = 110
@@ -64,7 +65,8 @@ def comparison_table(workload: Workload, results: Sequence[BaselineResult]) -> s
     title = (
         f"{len(workload.lengths)} sequences, {workload.num_tokens:,} tokens, longest "
         f"{workload.longest:,}; {workload.model.name} on {workload.cluster.name}, "
-        f"{workload.num_devices} devices, {workload.limit_bytes / _GIB:.4g} GiB each; predicted"
+        f"{workload.num_devices} devices, {workload.limit_bytes / _GIB:.4g} GiB each; predicted\n"
+        f"memory {kernels_note(workload.model)}"
     )
     return f"{title}\n\n{_align(rows, num_left=2, num_right=7)}"
 
@@ -83,14 +85,6 @@ def _align(rows: Sequence[Sequence[str]], *, num_left: int = 0, num_right: int) 
         right = [row[i].rjust(widths[i]) for i in middle]
         lines.append("  ".join([*left, *right, *row[num_left + num_right :]]).rstrip())
     return "\n".join(lines)
-
-
-def require_matplotlib() -> None:
-    """ConfigError where plots cannot be drawn, before anything is computed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install ds-infinipipe[viz]") from error
 
 
 def draw_comparison(workload: Workload, results: Sequence[BaselineResult], path: str) -> None:

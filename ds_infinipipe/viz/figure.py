@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
 
-__all__ = ["new_figure", "save_figure"]
+__all__ = ["new_figure", "require_matplotlib", "save_figure"]
 
 _DPI = 100
+
+
+def require_matplotlib(option: str) -> None:
+    """ConfigError where the option's picture could not be drawn: found before the work."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{option}: PNG pictures need matplotlib: pip install 'ds-infinipipe[viz]'"
+        )
 
 
 def new_figure(width_px: int, height_px: int) -> Any:

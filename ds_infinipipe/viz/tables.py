@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+from ds_infinipipe.planner.specs import ModelSpec
 from ds_infinipipe.planner.types import ChunkKind, Op, Plan
 
-__all__ = ["plan_summary"]
+__all__ = ["kernels_note", "plan_summary"]
 
 _GIB = 2**30
+_RANKS_AT_WILL = "cpu-local"  # its devices are processes
 
 
 def plan_summary(plan: Plan) -> str:
@@ -19,6 +21,8 @@ def plan_summary(plan: Plan) -> str:
             _batch_line(plan),
             _chunks_line(plan),
             *_pipeline_lines(plan),
+            *_idle_line(plan),
+            f"memory     {kernels_note(plan.model)}",
             "",
             *_stage_table(plan),
             "",
@@ -27,6 +31,22 @@ def plan_summary(plan: Plan) -> str:
             f"digest     {plan.digest()[:16]}",
         ]
     )
+
+
+def kernels_note(model: ModelSpec) -> str:
+    """Which layers' saved activations the predicted memory is for."""
+    if model.fused_kernels:
+        return (
+            "with the activations of fused kernels; training here keeps more, those of plain layers"
+        )
+    return "with the activations of plain Hugging Face layers, what training here keeps"
+
+
+def _idle_line(plan: Plan) -> list[str]:
+    used, there = plan.layout.world_size, plan.cluster.num_devices
+    if used >= there or plan.cluster.name == _RANKS_AT_WILL:
+        return []
+    return [f"devices    {used} of {there} of {plan.cluster.name}: {there - used} stay idle"]
 
 
 def _batch_line(plan: Plan) -> str:

@@ -31,6 +31,8 @@ def test_the_summary_of_a_plan_is_this_text() -> None:
         "pipelines  2",
         "        0  4 chunks, 41 tokens, at most 3 slices a sequence",
         "        1  3 chunks, 20 tokens, at most 2 slices a sequence",
+        "memory     with the activations of fused kernels; training here keeps more, "
+        "those of plain layers",
         "",
         "stage  layers   peak GiB  limit GiB   used  recomputed layers (of all forwards')",
         "    0       4       9.00      10.00    90%  11 of 28 (39.3%)",
