@@ -11,14 +11,25 @@ import pytest
 
 from ds_infinipipe.cli import main
 from ds_infinipipe.cli.config import compose_config, config_text
+from ds_infinipipe.cli.sweep_training import measured, outputs_below
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.runtime.report import StepReport
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = ("model", "data", "cluster", "layout", "deepspeed", "planner", "experiment")
 CHOICES = [
     (group, file.stem) for group in GROUPS for file in sorted((ROOT / "configs" / group).glob("*"))
 ]
+
+
+def step_line(step: int, loss: float, seconds: float) -> str:
+    """The line a training run logs for a step."""
+    report = StepReport(
+        step, loss, 1.0, 900, 3, 4, 0, {"split": 1, "batched": 2, "hybrid": 0}, 1, 5, seconds,
+        seconds, seconds, 0.1, 0.1, 0.01, 0.0, False, True,
+    )  # fmt: skip
+    return f"12:00:00 {report.line()}\n"
 
 
 def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -96,6 +107,8 @@ def test_a_multirun_over_two_planner_settings_predicts_both(tmp_path: Path) -> N
     assert outcomes[0]["peak_bytes"] > outcomes[1]["peak_bytes"]
     table = done.stdout[done.stdout.rindex("point ") :]
     assert "planner=full_recompute" in table
+    assert "predicted for the first batch of github-b:40\n" in done.stdout
+    assert "activations of plain Hugging Face layers" in done.stdout
     written = InfiniPipeConfig.from_deepspeed(tmp_path / "out/1/deepspeed.json")
     assert written.planner.recompute == "full"
 
@@ -108,6 +121,33 @@ def test_a_point_without_a_plan_is_a_result_of_the_sweep(tmp_path: Path) -> None
     assert outcomes[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("", {}),
+        (step_line(1, 5.5, 9.0), (1, 9.0, 5.5)),
+        (step_line(1, 5.5, 9.0) + step_line(2, 5.25, 2.0) + step_line(3, 5.0, 4.0), (3, 3.0, 5.0)),
+    ],
+)
+def test_step_time_and_loss_are_read_from_the_lines_that_training_logs(
+    log: str, expected: tuple[int, float, float] | dict[str, object]
+) -> None:
+    assert measured(log) == (
+        dict(zip(("trained_steps", "measured_step_time_s", "last_loss"), expected, strict=True))
+        if expected
+        else {}
+    )
+
+
+def test_each_point_trains_into_its_own_folder() -> None:
+    config = {"infinipipe": {"checkpoint": {"save_dir": "run"}, "debug": {"trace": "/else"}}}
+    changed = outputs_below(config, Path("/sweep/0"))["infinipipe"]
+    assert changed["checkpoint"]["save_dir"] == "/sweep/0/run"
+    assert changed["training"]["failure_dir"] == "/sweep/0/failed-steps"
+    assert changed["debug"] == {"trace": "/else"}
+    assert config["infinipipe"]["checkpoint"]["save_dir"] == "run"
+
+
 @pytest.mark.parametrize("launcher_code", [0, 7])
 def test_a_training_sweep_starts_the_launcher_for_every_point(
     tmp_path: Path, launcher_code: int
@@ -116,6 +156,7 @@ def test_a_training_sweep_starts_the_launcher_for_every_point(
     launcher.write_text(
         "import sys, pathlib\n"
         "pathlib.Path('started').open('a').write(' '.join(sys.argv[1:]) + '\\n')\n"
+        f"print({step_line(7, 4.125, 2.5)!r})\n"
         f"sys.exit({launcher_code})\n"
     )
     done = sweep(
@@ -130,8 +171,16 @@ def test_a_training_sweep_starts_the_launcher_for_every_point(
     assert started[0].startswith("--module ds_infinipipe train --deepspeed_config ")
     assert Path(started[0].split()[-1]).is_file()
     assert (done.returncode, len(started)) == (0 if launcher_code == 0 else 1, 2)
+    assert "step 7 | loss 4.1250" in (tmp_path / "out/1/train.log").read_text()
     if launcher_code:
-        assert "ended with exit code 7" in done.stderr
+        assert "ended with exit code 7; its output is in " in done.stderr
+        return
+    for number in (0, 1):
+        found = json.loads((tmp_path / f"out/{number}/measured.json").read_text())
+        assert found == {"trained_steps": 7, "measured_step_time_s": 2.5, "last_loss": 4.125}
+    last = done.stdout.splitlines()[-1].split()
+    assert {"2.500", "4.1250"} <= set(last)
+    assert "on the corpus, which is another batch" in done.stdout
 
 
 def test_a_wrong_sweep_is_exit_code_2(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ds_infinipipe.deepspeed_json import sequences_per_step
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.viz.tables import kernels_note
 
 __all__ = ["predict_point"]
 
@@ -35,12 +36,13 @@ def predict_point(config: Mapping[str, Any], source: str, num_steps: int) -> dic
     tokens = sum(plan.num_tokens for plan in plans)
     return {
         "status": "planned",
-        "steps": num_steps,
+        "sequences": sum(len(plan.lengths) for plan in plans),
         "tokens": tokens,
         "step_time_s": seconds / num_steps,
         "tokens_per_s": tokens / seconds,
         "bubble_ratio": sum(p.predicted.bubble_ratio for p in plans) / len(plans),
         "peak_bytes": max(max(p.predicted.peak_bytes) for p in plans),
+        "memory": kernels_note(sampler.model),
         "chunks": sum(len(p.chunks) for p in plans),
         "recomputed_layers": sum(
             sum(map(sum, pipeline.recompute)) for p in plans for pipeline in p.pipelines

@@ -8,21 +8,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.cli.config import CONFIG_MODULE, allow_new_keys, config_text
-from ds_infinipipe.errors import ConfigError, InfeasiblePlanError, InfiniPipeError
+from ds_infinipipe.cli.sweep_training import LOG_NAME, outputs_below, train_point
+from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
 
 __all__ = ["add_arguments", "run"]
-
-logger = logging.getLogger("ds_infinipipe.sweep")
 
 _RUNS = ("plan", "train")
 
@@ -82,56 +78,75 @@ def _run_point(composed: dict[str, Any], folder: Path) -> dict[str, Any]:
     wanted = composed.pop("sweep")
     if wanted["run"] not in _RUNS:
         raise ConfigError(f"sweep.run is {wanted['run']!r}; choose {' or '.join(_RUNS)}")
+    trains = wanted["run"] == "train"
+    if trains:
+        composed = outputs_below(composed, folder)
     file = folder / "deepspeed.json"
     file.write_text(config_text(composed), encoding="utf-8")
     from ds_infinipipe.cli.predict import predict_point
 
+    source, steps = str(wanted["lengths"]), int(wanted["steps"])
     try:
-        outcome = predict_point(composed, str(wanted["lengths"]), int(wanted["steps"]))
+        outcome = predict_point(composed, source, steps)
     except InfeasiblePlanError as error:
         # a limit that a setting runs into is what a sweep is meant to find
         outcome = {"status": "infeasible", "reason": str(error)}
+    outcome |= {"lengths": source, "steps": steps, "folder": str(folder), "trains": trains}
     (folder / "prediction.json").write_text(json.dumps(outcome, indent=2), encoding="utf-8")
-    if wanted["run"] == "train" and outcome["status"] == "planned":
-        _train(file, [str(part) for part in wanted["launcher"]])
-    return {**outcome, "folder": str(folder)}
-
-
-def _train(file: Path, launcher: Sequence[str]) -> None:
-    """One run of the launcher; raises InfiniPipeError with its exit code where it fails."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which(launcher[0], path=beside) if launcher else None
-    if program is None:
-        raise ConfigError(f"sweep.launcher {list(launcher)}: there is no such program")
-    tail = ["--module", "ds_infinipipe", "train", "--deepspeed_config", str(file)]
-    command = [program, *launcher[1:], *tail]
-    logger.info("%s", " ".join(command))
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        raise InfiniPipeError(f"{' '.join(command)} ended with exit code {done.returncode}")
+    if trains and outcome["status"] == "planned":
+        found = train_point(file, [str(part) for part in wanted["launcher"]], folder)
+        (folder / "measured.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
+        outcome |= found
+    return outcome
 
 
 def _table(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """One line a point, named by the overrides that not all points share."""
+    """What was predicted, and one line a point, named by the overrides that not all share."""
     shared = set.intersection(*(set(o["overrides"]) for o in outcomes)) if outcomes else set()
-    rows = [("point", "status", "step s", "tokens/s", "bubble", "peak GiB", "recomputed layers")]
+    trains = any(o["trains"] for o in outcomes)
+    measured = ("measured s", "last loss") if trains else ()
+    head = ("sequences", "tokens", "step s", *measured, "tokens/s", "bubble", "peak GiB")
+    rows = [("point", "status", *head, "recomputed layers")]
     for o in outcomes:
         point = " ".join(t.lstrip("+") for t in o["overrides"] if t not in shared) or "as composed"
-        if o["status"] != "planned":
-            rows.append((point, o["status"], "-", "-", "-", "-", "-"))
-            continue
-        rows.append(
-            (
-                point,
-                o["status"],
-                f"{o['step_time_s']:.3f}",
-                f"{o['tokens_per_s']:.0f}",
-                f"{o['bubble_ratio']:.1%}",
-                f"{o['peak_bytes'] / 2**30:.2f}",
-                str(o["recomputed_layers"]),
-            )
-        )
+        cells = _figures(o, trains) if o["status"] == "planned" else ("-",) * (len(rows[0]) - 2)
+        rows.append((point, o["status"], *cells))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["", *_notes(outcomes, trains), "", *(line.rstrip() for line in lines)])
+
+
+def _figures(outcome: Mapping[str, Any], trains: bool) -> tuple[str, ...]:
+    measured: tuple[str, ...] = ()
+    if trains:
+        has_steps = "last_loss" in outcome
+        measured = (
+            f"{outcome['measured_step_time_s']:.3f}" if has_steps else "-",
+            f"{outcome['last_loss']:.4f}" if has_steps else "-",
+        )
+    return (
+        f"{outcome['sequences']:,}",
+        f"{outcome['tokens']:,}",
+        f"{outcome['step_time_s']:.3f}",
+        *measured,
+        f"{outcome['tokens_per_s']:,.0f}",
+        f"{outcome['bubble_ratio']:.1%}",
+        f"{outcome['peak_bytes'] / 2**30:.2f}",
+        str(outcome["recomputed_layers"]),
     )
+
+
+def _notes(outcomes: Sequence[Mapping[str, Any]], trains: bool) -> list[str]:
+    """Which batches the figures are of; all points have the same sources."""
+    if not outcomes:
+        return []
+    first = outcomes[0]
+    count = "the first batch" if first["steps"] == 1 else f"the first {first['steps']} batches"
+    of = "the corpus" if first["lengths"] == "corpus" else first["lengths"]
+    kernels = {o["memory"] for o in outcomes if "memory" in o}
+    notes = [f"predicted for {count} of {of}", *(f"memory {note}" for note in sorted(kernels))]
+    if trains:
+        same = "" if first["lengths"] == "corpus" else ", on the corpus, which is another batch"
+        notes.append(f"measured: median of the steps after the first{same}; logs: {LOG_NAME}")
+    notes.append(f"files in {Path(first['folder']).parent}")
+    return notes
