@@ -1,5 +1,5 @@
-# Sourced by the other scripts: goes to the repository and leaves a complete .venv on PATH.
-# $1 is the extra to install ("" or "dev"); PYTHON may name another interpreter of 3.10 or newer.
+# Sourced by the other scripts: goes to the repository, leaves a complete .venv on PATH and defines
+# free_port. $1 is the extra to install ("" or "dev"); PYTHON may name another interpreter, 3.10 or newer.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
 stamp="$(cksum < pyproject.toml | tr ' ' '-')"
@@ -22,3 +22,7 @@ if ! is_complete; then
     echo "$stamp" > ".venv/.complete-$extra"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
+
+free_port() { # so that runs beside each other on one machine do not meet at the launcher's 29500
+    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
