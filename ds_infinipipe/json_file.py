@@ -10,24 +10,31 @@ from typing import Any
 
 from ds_infinipipe.errors import ConfigError
 
-__all__ = ["is_finite_number", "parse_json", "read_json_object"]
+__all__ = ["NestedTooDeep", "is_finite_number", "parse_json", "read_json_object"]
 
 _MAX_DEPTH = 100
 
 _Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 
+class NestedTooDeep(ValueError):
+    """JSON of more than 100 levels, which no file of ours has."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it is nested deeper than {_MAX_DEPTH} levels")
+
+
 def parse_json(text: str | bytes, pairs_hook: _Pairs | None = None) -> Any:
-    """`json.loads` that raises ValueError also for what is nested deeper than 100 levels."""
+    """`json.loads`; raises NestedTooDeep, a ValueError too, for more than 100 levels."""
     try:
         content = json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
+        raise NestedTooDeep from None
     level, depth = _containers([content]), 0
     while level:
         depth += 1
         if depth > _MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
+            raise NestedTooDeep
         level = [c for n in level for c in _containers(n.values() if isinstance(n, dict) else n)]
     return content
 

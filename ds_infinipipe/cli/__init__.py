@@ -1,4 +1,5 @@
-"""The command line: one verb a job. Exit codes: 0 done, 2 bad input, 3 infeasible, 1 anything else.
+"""The command line: one verb a job. Exit codes: 0 done, 2 bad input, 3 infeasible, 130 interrupted,
+1 anything else.
 
 Verbs import what they need when they run, so that `plan` and `schema` never load torch.
 """
@@ -17,6 +18,7 @@ from ds_infinipipe.errors import InfiniPipeError
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _VERBS = (
     "train",
     "plan",
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # one write, so that the messages of several ranks do not mix
         sys.stderr.write(f"{_PROGRAM} {args.verb}{where}: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except BrokenPipeError:
         # the reader of our output has gone; keep the interpreter from flushing into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.deepspeed_json import check_deepspeed_settings
 from ds_infinipipe.errors import ConfigError
 
 __all__ = ["add_arguments", "allow_new_keys", "compose_config", "config_text", "run"]
@@ -55,6 +56,7 @@ def compose_config(overrides: Sequence[str], name: str = "train") -> dict[str, A
     assert isinstance(config, dict)
     settings = {str(key): value for key, value in config.items()}
     InfiniPipeConfig.from_deepspeed(settings)
+    check_deepspeed_settings(settings)
     return settings
 
 

@@ -8,6 +8,8 @@ from ds_infinipipe.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
+_MAX_GB = 1e6
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -33,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.shard_gb <= 0:
-        raise ConfigError(f"--shard-gb {args.shard_gb:g} must be above 0")
+    if not 1e-9 <= args.shard_gb <= _MAX_GB:  # false for NaN
+        raise ConfigError(f"--shard-gb {args.shard_gb:g}: give a size above 0, at most {_MAX_GB:g}")
     from ds_infinipipe.runtime.checkpoint.export import export_hf
 
     report = export_hf(

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     print(length_table(corpus.lengths))
     left_out = {
         "empty": corpus.counts.empty,
-        "of one token": corpus.counts.without_label,
+        "without a label": corpus.counts.without_label,
         "duplicates": corpus.counts.duplicates,
         "beyond --max-documents": corpus.counts.beyond_cap,
         "files of other types": corpus.scan.unmatched,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.json_file import NestedTooDeep, parse_json
 
 __all__ = ["apply_overrides"]
+
+_MAX_NAMES = 20
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -21,19 +23,17 @@ def apply_overrides(config: Mapping[str, Any], overrides: Iterable[str]) -> dict
     for override in overrides:
         key, equals, text = override.partition("=")
         names = key.split(".")
-        if not equals or not all(names):
+        if not equals or not all(names) or len(names) > _MAX_NAMES:
             raise ConfigError(f"{override!r} is not an override; write key=value, with dots in key")
         node = result
         for depth, name in enumerate(names[:-1], start=1):
             node = node.setdefault(name, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(names[:depth])} is not an object")
-        node[names[-1]] = _parse(text)
+        try:
+            node[names[-1]] = parse_json(text)
+        except NestedTooDeep as error:
+            raise ConfigError(f"the value of override {key} is no setting: {error}") from error
+        except ValueError:
+            node[names[-1]] = text
     return result
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

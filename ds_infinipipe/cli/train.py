@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from typing import Any
 
 from ds_infinipipe.cli.overrides import apply_overrides
-from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
-from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.deepspeed_json import (
+    check_deepspeed_settings,
+    read_deepspeed_json,
+    require_optimizer,
+)
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.specs import make_layout
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,23 +48,37 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         overrides.append(f"infinipipe.training.steps={args.steps}")
     config = apply_overrides(config, overrides)
-    # what can be found without torch is found on every rank at once, in a second
-    section = InfiniPipeConfig.from_deepspeed(config)
-    section.model.load_spec()
-    section.load_cluster()
-    world_size = _world_size()
-    if world_size is not None:
-        derive_deepspeed_config(config, world_size)
+    _check(config, _world_size())
     from ds_infinipipe.runtime.train import train
 
     train(config)
     return 0
 
 
+def _check(config: dict[str, Any], world_size: int | None) -> None:
+    """What can be found without torch is found on every rank at once, in a second."""
+    section = InfiniPipeConfig.from_deepspeed(config)
+    spec = section.model.load_spec()
+    section.load_cluster()
+    check_deepspeed_settings(config)
+    require_optimizer(config)
+    parallel = section.parallel
+    if world_size is not None:
+        make_layout(spec, *parallel.resolve(world_size))
+    else:
+        make_layout(spec, parallel.pp, 1 if parallel.sp == "auto" else parallel.sp, parallel.dp)
+
+
 def _world_size() -> int | None:
     """Ranks the launcher started, None where only MPI knows; without a launcher this is the one."""
     if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        text = os.environ["WORLD_SIZE"]
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {text!r}; it must be the number of ranks: start the run with a "
+                "launcher, which sets it, or unset it"
+            )
+        return int(text)
     if any(name.startswith(("OMPI_", "PMI_", "MV2_")) for name in os.environ):
         return None
     with socket.socket() as free:
