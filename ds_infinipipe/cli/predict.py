@@ -14,7 +14,11 @@ from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.data.dataset import DocumentDataset
 from ds_infinipipe.data.lengths import fit_to_context
 from ds_infinipipe.data.sampler import ChunkSampler
-from ds_infinipipe.deepspeed_json import sequences_per_step
+from ds_infinipipe.deepspeed_json import (
+    check_deepspeed_settings,
+    read_deepspeed_json,
+    sequences_per_step,
+)
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.planner.types import Plan
@@ -25,6 +29,8 @@ __all__ = ["predict_point"]
 
 def predict_point(config: Mapping[str, Any], source: str, num_steps: int) -> dict[str, Any]:
     """Predicted seconds, bubble ratio and peak bytes over the first batches of a length source."""
+    config = read_deepspeed_json(config)
+    check_deepspeed_settings(config)
     section = InfiniPipeConfig.from_deepspeed(config)
     sampler = _make_sampler(config, section, source)
     plans: list[Plan] = []

@@ -85,7 +85,7 @@ def _run_point(composed: dict[str, Any], folder: Path) -> dict[str, Any]:
     file.write_text(config_text(composed), encoding="utf-8")
     from ds_infinipipe.cli.predict import predict_point
 
-    source, steps = str(wanted["lengths"]), int(wanted["steps"])
+    source, steps = str(wanted["lengths"]), _steps(wanted["steps"])
     try:
         outcome = predict_point(composed, source, steps)
     except InfeasiblePlanError as error:
@@ -98,6 +98,15 @@ def _run_point(composed: dict[str, Any], folder: Path) -> dict[str, Any]:
         (folder / "measured.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
         outcome |= found
     return outcome
+
+
+def _steps(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"sweep.steps is {value!r}; it must be an integer of at least 1, the batches that are "
+            "planned"
+        )
+    return value
 
 
 def _table(outcomes: Sequence[Mapping[str, Any]]) -> str:

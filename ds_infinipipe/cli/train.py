@@ -61,12 +61,12 @@ def _check(config: dict[str, Any], world_size: int | None) -> None:
     spec = section.model.load_spec()
     section.load_cluster()
     check_deepspeed_settings(config)
-    require_optimizer(config)
     parallel = section.parallel
     if world_size is not None:
         make_layout(spec, *parallel.resolve(world_size))
     else:
         make_layout(spec, parallel.pp, 1 if parallel.sp == "auto" else parallel.sp, parallel.dp)
+    require_optimizer(config)
 
 
 def _world_size() -> int | None:
