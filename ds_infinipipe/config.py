@@ -140,7 +140,8 @@ class DataSettings(_Section):
     """`text`: a file is a document; `jsonl`: a line is one; `auto` (default): by file suffix."""
 
     text_field: str = "text"
-    """JSONL key with the text; a line may have `input_ids` instead. Default "text"."""
+    """JSONL key with the text; a line may have `input_ids` instead, and `labels` beside them: as
+    long, not shifted, -100 where there is none. Default "text"."""
 
     patterns: Literal["auto"] | _Paths = "auto"
     """Shell patterns of the file names read from a folder; "auto" (default): text and code."""
