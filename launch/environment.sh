@@ -1,5 +1,5 @@
 # Sourced by the other scripts: goes to the repository, leaves a complete .venv on PATH and defines
-# free_port. $1 is the extra to install ("" or "dev"); PYTHON may name another interpreter, 3.10 or newer.
+# free_port. $1 is the extra to install ("" or "dev"); PYTHON may name another interpreter.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra="${1:-}"
 stamp="$(cksum < pyproject.toml | tr ' ' '-')"

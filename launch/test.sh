@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the development environment and runs every check, about 15 minutes on 2 cores; arguments go
-# to pytest: bash launch/test.sh -m "not slow"
+# Sets up the development environment and runs every check, about 15 minutes on 2 cores. Arguments
+# go to pytest: bash launch/test.sh -m "not slow"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 

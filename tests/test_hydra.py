@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from ds_infinipipe.cli import main
 from ds_infinipipe.cli.config import compose_config, config_text
-from ds_infinipipe.cli.sweep_training import measured, outputs_below
+from ds_infinipipe.cli.sweep_training import measured, outputs_below, train_point
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.runtime.report import StepReport
@@ -137,6 +138,18 @@ def test_step_time_and_loss_are_read_from_the_lines_that_training_logs(
         if expected
         else {}
     )
+
+
+def test_the_deepspeed_launcher_of_a_sweep_gets_a_free_port_unless_it_has_one(
+    tmp_path: Path,
+) -> None:
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text('#!/bin/sh\necho "$@"\n')
+    launcher.chmod(0o755)
+    for options, port in ([], r"[1-9]\d+"), (["--master_port", "7"], "7"):
+        train_point(Path("run.json"), [str(launcher), *options], tmp_path)
+        printed = (tmp_path / "train.log").read_text()
+        assert re.fullmatch(rf"--master_port {port} --module ds_infinipipe train .*\n", printed)
 
 
 def test_each_point_trains_into_its_own_folder() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def train_point(file: Path, launcher: Sequence[str], folder: Path) -> dict[str, 
     if program is None:
         raise ConfigError(f"sweep.launcher {list(launcher)}: there is no such program")
     tail = ["--module", "ds_infinipipe", "train", "--deepspeed_config", str(file)]
-    command = [program, *launcher[1:], *tail]
+    command = [program, *launcher[1:], *_port(launcher), *tail]
     logger.info("%s", " ".join(command))
     log = folder / LOG_NAME
     with (
@@ -73,6 +74,15 @@ def train_point(file: Path, launcher: Sequence[str], folder: Path) -> dict[str, 
             f"{' '.join(command)} ended with exit code {process.returncode}; its output is in {log}"
         )
     return measured(log.read_text(encoding="utf-8"))
+
+
+def _port(launcher: Sequence[str]) -> list[str]:
+    """A free port for the deepspeed launcher, whose own is the same for every run."""
+    if Path(launcher[0]).name != "deepspeed" or any("master_port" in part for part in launcher):
+        return []
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ["--master_port", str(probe.getsockname()[1])]
 
 
 def measured(log: str) -> dict[str, Any]:
