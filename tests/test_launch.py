@@ -82,7 +82,9 @@ def test_training_under_the_launcher_logs_every_step_and_learns(
     losses = [float(text) for text in re.findall(r"step \d+ \| loss ([0-9.]+)", done.stdout)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
-    lengths = [json.loads(p.read_text())["lengths"] for p in sorted((tmp_path / "plans").iterdir())]
+    lengths = [
+        json.loads(p.read_text())["lengths"] for p in sorted((tmp_path / "plans").glob("*.json"))
+    ]
     epochs = [sorted(lengths[step] + lengths[step + 1]) for step in range(0, 8, 2)]
     assert epochs == [epochs[0]] * 4
     assert sum(epochs[0]) == int(re.findall(r"24 sequences of (\d+) tokens", done.stdout)[0])

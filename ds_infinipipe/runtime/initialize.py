@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_infinipipe.config import derive_deepspeed_config, sequences_per_step
 from ds_infinipipe.data.sampler import SequenceSampler
-from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.deepspeed_json import read_deepspeed_json, require_optimizer
 from ds_infinipipe.errors import ConfigError, DataError
 from ds_infinipipe.model.hf import max_positions
 from ds_infinipipe.runtime.agree import raise_together, refusing
@@ -64,6 +64,8 @@ def initialize(
             "the configuration given to initialize differs from the one the InfiniPipeModule was "
             "built with; pass the same to both"
         )
+    if optimizer is None:
+        require_optimizer(whole)
     with refusing("building the engine"):
         engine = _build_engine(
             model, derived, sequences_per_step(whole), optimizer, model_parameters, lr_scheduler
