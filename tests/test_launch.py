@@ -68,6 +68,13 @@ def test_launch_scripts_are_short_and_parse(script: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_train_sh_says_how_it_is_used() -> None:
+    script = ROOT / "launch" / "train.sh"
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "bash launch/train.sh [LAUNCHER OPTIONS --] run.json" in done.stderr
+
+
 def test_the_ci_entry_runs_the_test_script() -> None:
     assert "launch/test.sh" in (ROOT / ".ci" / "run").read_text()
 
