@@ -68,12 +68,11 @@ def estimate_s(
     limit_bytes = settings.memory_limit_bytes(cluster)
     if max(memory.static_bytes) >= limit_bytes:
         return math.inf
-    longest = max(range(len(lengths)), key=lambda i: lengths[i])
-    share = next(s for s in split_batch(lengths, layout.dp, cost) if longest in s)
+    share = _with_longest(lengths, layout, cost)
     times = []
     for k in _SLICE_COUNTS[: 1 if layout.pp == 1 else None]:
         chunks = chunk_sequences(
-            [lengths[i] for i in share],
+            share,
             k,
             cost,
             memory,
@@ -84,3 +83,10 @@ def estimate_s(
         schedule = shrinking_schedule(chunks, layout.pp)
         times.append(simulate_schedule(schedule, cost.chunk_costs(chunks)).makespan_s)
     return min(times) + step_reduction_s(model, layout, cluster, zero_stage)
+
+
+def _with_longest(lengths: Sequence[int], layout: Layout, cost: CostModel) -> list[int]:
+    """Lengths of the replica that has the longest sequence."""
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    shares = split_batch(lengths, layout.dp, cost)
+    return [lengths[i] for i in next(share for share in shares if longest in share)]

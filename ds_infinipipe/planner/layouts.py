@@ -33,7 +33,6 @@ __all__ = [
 
 
 _REASONS_SHOWN = 2
-_PLAN_OVER_ESTIMATE = 0.85  # no plan has been seen that far below its layout's estimate
 
 
 class LayoutStatus(str, Enum):
@@ -95,8 +94,8 @@ def search_layouts(
 ) -> LayoutSearch:
     """Rank all layouts of `num_devices`, by default the cluster's, by predicted step time.
 
-    A quick estimate of each layout decides the order. One is not planned where a lower bound of its
-    time reaches the best so far, nor where the estimate is so far above that no plan gets there.
+    A quick estimate of each layout decides the order and nothing else. One is left out only where
+    its work, or the plan of one of its replicas, takes at least as long as the best so far.
 
     Raises DataError for a bad batch, ConfigError for a number of devices the cluster lacks,
     InfeasiblePlanError, with the reason of every layout, where none has a plan.
@@ -119,8 +118,8 @@ def search_layouts(
             outcomes.append(LayoutOutcome(degrees, LayoutStatus.IMPOSSIBLE, reason=str(error)))
             continue
         hopeful.append((search.estimate_s(layout), layout))
-    for seconds, layout in sorted(hopeful, key=lambda h: (h[0], h[1].pp, h[1].sp)):
-        outcomes.append(search.attempt(layout, seconds))
+    for _, layout in sorted(hopeful, key=lambda h: (h[0], h[1].pp, h[1].sp)):
+        outcomes.append(search.attempt(layout))
     order = list(LayoutStatus)
     ranking = sorted(
         outcomes, key=lambda o: (order.index(o.status), o.step_time_s, o.bound_s, o.degrees)
@@ -164,16 +163,12 @@ class _Search:
             self.lengths, self.model, self.cluster, layout, self.settings, self.zero_stage
         )
 
-    def attempt(self, layout: Layout, estimated_s: float) -> LayoutOutcome:
-        """Plan a layout unless it cannot, or will not, be the best."""
+    def attempt(self, layout: Layout) -> LayoutOutcome:
+        """Plan a layout unless it cannot be the best."""
         degrees = (layout.pp, layout.sp, layout.dp)
         bound_s = work_bound_s(self.lengths, self.model, self.cluster, layout, self.zero_stage)
-        reason = ""
         if bound_s >= self.best_s:
             reason = f"at least {bound_s:.4g} s of work, the best takes {self.best_s:.4g} s"
-        elif self.best_s <= _PLAN_OVER_ESTIMATE * estimated_s < math.inf:
-            reason = f"about {estimated_s:.4g} s unless memory binds, the best {self.best_s:.4g} s"
-        if reason:
             return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
         reduction_s = step_reduction_s(self.model, layout, self.cluster, self.zero_stage)
         plans: list[Plan] = []

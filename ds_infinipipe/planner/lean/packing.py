@@ -14,7 +14,7 @@ from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.lean.mesh import SliceMesh
 from ds_infinipipe.planner.types import Chunk, Slice
 
-__all__ = ["PackedBatch", "SortedBatch", "pack_batch", "stage_rates"]
+__all__ = ["PackedBatch", "SortedBatch", "join_bins", "pack_batch", "stage_rates"]
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -188,6 +188,15 @@ def pack_batch(
     )
     order = _stream_order(mesh, tokens, shape, shares)
     return _in_forward_order(batch, mesh, chosen, tokens, areas, order)
+
+
+def join_bins(batch: SortedBatch, mesh: SliceMesh, bins: IntArray) -> PackedBatch:
+    """Chunks of whole sequences: `bins` [n] has the chunk of each, all of 0 to the last in use."""
+    tokens, areas = (
+        np.bincount(bins, weights=batch.lengths.astype(np.float64) ** power).astype(np.int64)
+        for power in (1, 2)
+    )
+    return _in_forward_order(batch, mesh, bins, tokens, areas, np.arange(tokens.size))
 
 
 def _empty_shares(

@@ -20,6 +20,7 @@ from ds_infinipipe.planner.lean.candidates import (
     list_candidates,
 )
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
+from ds_infinipipe.planner.lean.one_stage import iterate_whole
 from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
 from ds_infinipipe.planner.lean.stream import simulate_s
 from ds_infinipipe.planner.memory import MemoryModel
@@ -121,11 +122,14 @@ def search_lean(
 
     The time without recomputation bounds a candidate from below. Those of least bound are measured
     first; where none of them fits as it is, the best of every K too. Recomputation is estimated by
-    rounding, then solved for the most promising.
+    rounding, then solved for the most promising. One stage (pp = 1) keeps sequences whole; other
+    candidates are looked at only where that has to recompute.
     """
     space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings)
     search = _Search(memory, limit_bytes, settings, deadline)
-    best = search.best_first(list_candidates(space, deadline))
+    best = search.whole_sequences(space) if cost.layout.pp == 1 else None
+    if best is None or best.counts.any():
+        best = search.best_first(list_candidates(space, deadline))
     status = "feasible"
     if best is None:
         best, status = search.first_that_fits(iterate_frugal(space)), "fallback"
@@ -159,6 +163,13 @@ class _Search:
         if choice is not None and choice.makespan_s < self.best_s:
             self.best = choice
         return choice
+
+    def whole_sequences(self, space: CandidateSpace) -> LeanChoice | None:
+        for candidate, counts in iterate_whole(space):
+            self.keep(_Measured(candidate, self.memory, self.limit_bytes).choice(counts))
+            if self.best is not None and self.deadline.is_over:
+                break
+        return self.best
 
     def best_first(self, candidates: Sequence[LeanCandidate]) -> LeanChoice | None:
         tight: list[tuple[float, int, _Measured]] = []

@@ -1,0 +1,152 @@
+"""One stage (pp = 1): whole sequences in as few chunks as memory holds without recomputation.
+
+A single stage has no bubbles, so what a plan can save are fixed costs per chunk and recomputation.
+A cut would save nothing: all slices of a sequence are in flight together before its first backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_infinipipe.planner.lean.candidates import CandidateSpace, LeanCandidate
+from ds_infinipipe.planner.lean.mesh import cut_batch
+from ds_infinipipe.planner.lean.packing import StreamShape, join_bins
+from ds_infinipipe.planner.lean.stream import build_stream, simulate_s, stream_costs
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.types import Chunk, Slice
+
+__all__ = ["WholeChunks", "iterate_whole"]
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+_FEW_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class WholeChunks:
+    """Memory of a chunk of whole sequences on the only stage: it is alone there."""
+
+    memory: MemoryModel
+    limit_bytes: int
+
+    @property
+    def layers(self) -> int:
+        return self.memory.layout.stage_layers[0]
+
+    def fits(self, tokens: int, recompute: int) -> bool:
+        chunk = Chunk((Slice(0, 0, tokens, True),), -tokens % self.memory.layout.sp)
+        forward = self.memory.forward_transient(0, chunk, recompute)
+        backward = self.memory.backward_transient(0, chunk, recompute)
+        held = self.memory.static_bytes[0] + self.memory.held_bytes(0, chunk, recompute)
+        return held + max(forward, backward) <= self.limit_bytes
+
+    def capacity(self, recompute: int, most: int) -> int:
+        """Most tokens that fit, at most `most`; a multiple of sp, 0 where none do."""
+        sp = self.memory.layout.sp
+        low, high = 0, -(-most // sp) + 1
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self.fits(middle * sp, recompute):
+                low = middle
+            else:
+                high = middle
+        return low * sp
+
+    def fewest_layers(self, tokens: int) -> int | None:
+        """Fewest recomputed layers with which so many tokens fit; None where none do."""
+        return next((c for c in range(self.layers + 1) if self.fits(tokens, c)), None)
+
+
+def iterate_whole(space: CandidateSpace) -> Iterator[tuple[LeanCandidate, IntArray]]:
+    """Candidates and counts [1, chunks] that fit; none where a sequence has to be cut.
+
+    Chunks are as large as fits with few, some or all layers recomputed, filled by best fit or
+    evenly; each then recomputes as few layers as it needs.
+    """
+    whole = WholeChunks(space.memory, space.limit_bytes)
+    recompute, longest = space.settings.recompute, int(space.batch.lengths[0])
+    given = space.settings.token_limit
+    most = int(space.batch.lengths.sum()) if given == "auto" else given
+    levels = {*range(_FEW_LAYERS + 1), *(whole.layers * i // 4 for i in range(1, 5))}
+    if recompute != "adaptive":
+        levels = {0} if recompute == "none" else {whole.layers}
+    sizes: set[int] = set()
+    for level in sorted(n for n in levels if n <= whole.layers):
+        sizes.add(min(whole.capacity(level, most), most))
+    if longest > most or (recompute != "adaptive" and max(sizes) < longest):
+        return
+    for size in sorted(sizes - {0}):
+        for bins in _packings(space, size):
+            counts = _counts(whole, bins, space)
+            if counts is not None:
+                yield _candidate(space, bins, size), counts
+
+
+def _packings(space: CandidateSpace, size: int) -> Iterator[IntArray]:
+    """Bin of each sequence, longest first: by best fit, then as many bins of even tokens."""
+    lengths = space.batch.lengths.tolist()
+    tight = _best_fit(lengths, size)
+    yield tight
+    even = _lightest_first(lengths, int(tight.max()) + 1)
+    if not np.array_equal(even, tight):
+        yield even
+
+
+def _best_fit(lengths: list[int], size: int) -> IntArray:
+    """Each into the bin with the least room that holds it; one above `size` is alone."""
+    chosen = np.empty(len(lengths), dtype=np.int64)
+    rooms: list[tuple[int, int]] = []
+    num_bins = 0
+    for index, length in enumerate(lengths):
+        at = bisect_left(rooms, (length, -1))
+        if at < len(rooms):
+            room, number = rooms.pop(at)
+        else:
+            room, number = max(size, length), num_bins
+            num_bins += 1
+        chosen[index] = number
+        insort(rooms, (room - length, number))
+    return chosen
+
+
+def _lightest_first(lengths: list[int], num_bins: int) -> IntArray:
+    """Each into the bin with the fewest tokens so far."""
+    chosen = np.empty(len(lengths), dtype=np.int64)
+    loads = [(0, number) for number in range(num_bins)]
+    for index, length in enumerate(lengths):
+        load, number = loads.pop(0)
+        chosen[index] = number
+        insort(loads, (load + length, number))
+    return chosen
+
+
+def _counts(whole: WholeChunks, bins: IntArray, space: CandidateSpace) -> IntArray | None:
+    """Fewest layers of every chunk, [1, chunks]; None where one does not fit."""
+    tokens = np.bincount(bins, weights=space.batch.lengths).astype(np.int64).tolist()
+    if space.settings.recompute == "full":
+        found = [whole.layers if whole.fits(n, whole.layers) else None for n in tokens]
+    else:
+        found = [whole.fewest_layers(n) for n in tokens]
+    known = [layers for layers in found if layers is not None]
+    if len(known) < len(found) or (space.settings.recompute == "none" and any(known)):
+        return None
+    if space.settings.solver == "greedy":
+        known = [max(known)] * len(known)
+    return np.array([known], dtype=np.int64)
+
+
+def _candidate(space: CandidateSpace, bins: IntArray, size: int) -> LeanCandidate:
+    uncut = cut_batch(space.batch, space.cost, np.inf, size, 1, space.sp)
+    packed = join_bins(space.batch, uncut, bins)
+    shape = StreamShape()
+    schedule = build_stream(packed, 1, shape.growth, shape.extra)
+    costs = stream_costs(packed, space.cost)
+    bound_s = simulate_s(schedule, costs)
+    target_s = bound_s / packed.num_chunks
+    return LeanCandidate(1, target_s, size, shape, packed, schedule, costs, bound_s)

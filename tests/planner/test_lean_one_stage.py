@@ -1,0 +1,132 @@
+"""Lean mode on one stage, and how replicas share a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_infinipipe.data.lengths import sample_lengths
+from ds_infinipipe.errors import InfeasiblePlanError
+from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.lean.one_stage import WholeChunks
+from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.replicas import split_batch
+from ds_infinipipe.planner.search import plan_batch
+from ds_infinipipe.planner.settings import PlannerSettings
+from ds_infinipipe.planner.specs import BUILTIN_MODELS, load_cluster, make_layout
+from ds_infinipipe.planner.types import Plan
+
+CLUSTER = load_cluster("a800-80g-4x8")
+GIB = 2**30
+
+
+def plan(lengths: list[int], model: str = "llama-7b", gib: float = 60.0, **changes: object) -> Plan:
+    spec = BUILTIN_MODELS[model]
+    return plan_batch(
+        lengths,
+        model=spec,
+        cluster=CLUSTER,
+        layout=make_layout(spec, 1, 8),
+        settings=PlannerSettings.model_validate({"memory_limit_gib": gib, **changes}),
+    )
+
+
+def recomputed(plan: Plan) -> int:
+    return int(np.sum(plan.pipelines[0].recompute))
+
+
+@pytest.mark.parametrize("law", ["github-a", "github-b", "commoncrawl"])
+@pytest.mark.parametrize(
+    ("model", "gib"), [("llama-7b", 26.0), ("llama-7b", 60.0), ("llama-13b", 72.0)]
+)
+def test_lean_is_never_slower_than_paper_mode(law: str, model: str, gib: float) -> None:
+    rng = np.random.default_rng(3)
+    lengths = [int(n) for n in sample_lengths(law, 60, 65536, rng)]
+    lean, paper = (plan(lengths, model, gib, mode=mode) for mode in ("lean", "paper"))
+    assert lean.predicted.step_time_s <= paper.predicted.step_time_s
+
+
+def test_a_long_sequence_beside_many_short_ones_is_not_slower_than_in_paper_mode() -> None:
+    lengths = [65536] + [3000] * 60
+    lean, paper = (plan(lengths, "llama-13b", 72.0, mode=mode) for mode in ("lean", "paper"))
+    assert lean.predicted.step_time_s < paper.predicted.step_time_s
+
+
+def test_what_fits_as_it_is_fills_the_fewest_chunks_and_recomputes_nothing() -> None:
+    found = plan([8192] * 24)
+    spec = BUILTIN_MODELS["llama-7b"]
+    memory = MemoryModel(spec, make_layout(spec, 1, 8))
+    capacity = WholeChunks(memory, 60 * GIB).capacity(0, 24 * 8192)
+    assert recomputed(found) == 0
+    assert len(found.chunks) == -(-24 // (capacity // 8192))
+
+
+def test_the_capacity_fits_and_eight_more_tokens_do_not() -> None:
+    spec = BUILTIN_MODELS["llama-13b"]
+    whole = WholeChunks(MemoryModel(spec, make_layout(spec, 1, 8)), 60 * GIB)
+    for layers in (0, 7, 40):
+        capacity = whole.capacity(layers, 2**24)
+        assert whole.fits(capacity, layers)
+        assert not whole.fits(capacity + 8, layers)
+
+
+def test_a_sequence_that_needs_recomputation_alone_does_not_make_the_others_recompute() -> None:
+    spec = BUILTIN_MODELS["llama-7b"]
+    memory = MemoryModel(spec, make_layout(spec, 1, 8))
+    capacity = WholeChunks(memory, 60 * GIB).capacity(0, 2**24)
+    found = plan([capacity + 4096] + [4096] * 40)
+    counts = found.pipelines[0].recompute[0]
+    assert sum(c > 0 for c in counts) == 1
+
+
+def test_greedy_recomputes_the_same_everywhere() -> None:
+    found = plan([65536] + [4096] * 40, "llama-13b", 70.0, solver="greedy")
+    assert len(set(found.pipelines[0].recompute[0])) == 1
+
+
+def test_full_and_no_recomputation_are_kept_to() -> None:
+    lengths = [8192] * 6
+    assert recomputed(plan(lengths, recompute="none")) == 0
+    full = plan(lengths, recompute="full")
+    assert recomputed(full) == 32 * len(full.chunks)
+    with pytest.raises(InfeasiblePlanError):
+        plan([200_000], recompute="none", gib=40.0)
+
+
+def test_a_token_limit_below_the_longest_sequence_still_cuts_it() -> None:
+    found = plan([16384, 2048], token_limit=4096)
+    assert max(chunk.tokens for chunk in found.chunks) <= 4096
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60_000), max_size=60),
+    num_replicas=st.integers(1, 6),
+    pp=st.sampled_from([1, 2, 4]),
+)
+def test_every_sequence_goes_to_one_replica_and_none_could_be_moved_for_the_better(
+    lengths: list[int], num_replicas: int, pp: int
+) -> None:
+    spec = BUILTIN_MODELS["llama-13b"]
+    cost = CostModel(spec, CLUSTER, make_layout(spec, pp, 4))
+    shares = split_batch(lengths, num_replicas, cost)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert len(shares) == num_replicas
+    c = cost.coefficients
+    layer_s = [
+        (3 * c.linear_s + 2 * c.all2all_s) * n
+        + (c.attention_forward_s + c.attention_backward_s) * n**2
+        for n in lengths
+    ]
+    work_s = [
+        cost.layout.stage_layers[-1] * s + 3 * c.logits_s * n
+        for s, n in zip(layer_s, lengths, strict=True)
+    ]
+    loads = [sum(work_s[i] for i in share) for share in shares]
+    if lengths:
+        assert max(loads) <= sum(work_s) / num_replicas + max(work_s) * (1 + 1e-9)
+        busiest = loads.index(max(loads))
+        for i in shares[busiest]:
+            assert min(loads) + work_s[i] >= max(loads) * (1 - 2e-3)
