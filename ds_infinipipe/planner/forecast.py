@@ -1,20 +1,26 @@
-"""When the simulator expects each instruction of a finished plan to run."""
+"""When the simulator expects each instruction to run."""
 
 from __future__ import annotations
 
-from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.simulate import simulate
-from ds_infinipipe.planner.types import Plan, Timeline
+from collections.abc import Sequence
 
-__all__ = ["forecast"]
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel
+from ds_infinipipe.planner.simulate import simulate
+from ds_infinipipe.planner.types import Instruction, Plan, Timeline
+
+__all__ = ["forecast", "forecast_streams"]
 
 
 def forecast(plan: Plan) -> Timeline:
     """Simulated timeline of a plan under the constants of its own model and cluster."""
     cost = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage)
-    costs = cost.chunk_costs(plan.chunks)
+    return forecast_streams(plan.streams, cost.chunk_costs(plan.chunks))
+
+
+def forecast_streams(streams: Sequence[Sequence[Instruction]], costs: ChunkCosts) -> Timeline:
+    """Simulated timeline of streams over chunks of these costs."""
     return simulate(
-        plan.streams,
+        streams,
         forward_s=costs.forward_s,
         backward_s=costs.backward_s,
         recompute_s=costs.recompute_s,

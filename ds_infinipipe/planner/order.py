@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from ds_infinipipe.errors import ScheduleError
-from ds_infinipipe.planner.types import Chunk, Op
+from ds_infinipipe.planner.types import Chunk, Op, PipelinePlan
 
 __all__ = [
     "backward_order",
     "count_slices",
     "forward_order",
+    "pipeline_operations",
     "shrinking_windows",
     "slices_by_position",
     "stage_operations",
@@ -145,3 +146,22 @@ def stage_operations(
             )
         operations.append((Op.BACKWARD, chunk))
     return tuple(operations)
+
+
+def pipeline_operations(
+    pipelines: Sequence[PipelinePlan], pp: int
+) -> tuple[tuple[tuple[Op, int], ...], ...]:
+    """F and B of every stage for 1F1B pipelines that run one after the other (windows of Eq. 7).
+
+    Their gradients accumulate into one optimizer step.
+    """
+    return tuple(
+        tuple(
+            operation
+            for p in pipelines
+            for operation in stage_operations(
+                p.forward, p.backward, window_size(pp, stage, p.num_split)
+            )
+        )
+        for stage in range(pp)
+    )

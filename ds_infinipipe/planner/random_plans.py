@@ -18,13 +18,11 @@ from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.order import (
     backward_order,
     count_slices,
-    stage_operations,
-    window_size,
+    pipeline_operations,
 )
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import (
     Chunk,
-    Op,
     PipelinePlan,
     Plan,
     Prediction,
@@ -57,7 +55,7 @@ def random_plan(
     pipelines = tuple(
         _random_pipeline(chunks, group, layout, rng) for group in _random_groups(blocks, rng)
     )
-    operations = [_operations(pipelines, layout.pp, stage) for stage in range(layout.pp)]
+    operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunks, layout, operations)
     draft = Plan(
         model=model,
@@ -144,15 +142,3 @@ def _random_pipeline(
     )
     backward = backward_order(chunks, forward)
     return PipelinePlan(forward, backward, recompute, count_slices(chunks, forward))
-
-
-def _operations(
-    pipelines: Sequence[PipelinePlan], pp: int, stage: int
-) -> tuple[tuple[Op, int], ...]:
-    return tuple(
-        operation
-        for pipeline in pipelines
-        for operation in stage_operations(
-            pipeline.forward, pipeline.backward, window_size(pp, stage, pipeline.num_split)
-        )
-    )

@@ -14,18 +14,17 @@ from ds_infinipipe.planner.capacity import Question
 from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
+from ds_infinipipe.planner.forecast import forecast_streams
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
 from ds_infinipipe.planner.lean.assemble import assemble_lean
 from ds_infinipipe.planner.lean.search import search_lean
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.order import stage_operations, window_size
+from ds_infinipipe.planner.order import pipeline_operations
 from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import (
     Instruction,
-    Op,
     PipelinePlan,
     Plan,
     Prediction,
@@ -68,7 +67,10 @@ def plan_batch(
     memory = MemoryModel(
         model, layout, zero_stage=zero_stage, loss_block_tokens=settings.loss_block_tokens
     )
-    question = Question(cost, memory, settings)
+    slices = settings.model_copy(update={"mode": "paper"}).slice_limit(layout.pp)
+    # what an error says would fit is what is tried last, in lean mode too
+    last_resort = settings.model_copy(update={"max_slices": slices})
+    question = Question(cost, memory, last_resort)
     check_states(question, limit_bytes, batch)
     deadline = Deadline.of(settings, batch, cost)
     plan: Plan | None = None
@@ -78,8 +80,7 @@ def plan_batch(
             plan = assemble_lean(
                 choice, batch, cost, cluster, memory, limit_bytes, settings, zero_stage, started_s
             )
-        slices = settings.model_copy(update={"mode": "paper"}).slice_limit(layout.pp)
-        settings = settings.model_copy(update={"max_slices": slices})
+        settings = last_resort
     if plan is None:
         source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
         chunkings: list[Chunking] = []
@@ -216,7 +217,7 @@ def _assemble(
         )
         for solved in candidate.pipelines
     )
-    operations = [_stage_operations(pipelines, layout, stage) for stage in range(layout.pp)]
+    operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
     predicted = _predict(candidate, streams)
     return Plan(
@@ -236,28 +237,8 @@ def _assemble(
     )
 
 
-def _stage_operations(
-    pipelines: Sequence[PipelinePlan], layout: Layout, stage: int
-) -> tuple[tuple[Op, int], ...]:
-    """Pipelines run one after the other; their gradients accumulate into one step."""
-    return tuple(
-        operation
-        for p in pipelines
-        for operation in stage_operations(
-            p.forward, p.backward, window_size(layout.pp, stage, p.num_split)
-        )
-    )
-
-
 def _predict(candidate: Candidate, streams: Sequence[Sequence[Instruction]]) -> Prediction:
-    costs = candidate.chunking.costs
-    timeline = simulate(
-        streams,
-        forward_s=costs.forward_s,
-        backward_s=costs.backward_s,
-        recompute_s=costs.recompute_s,
-        p2p_s=costs.p2p_s,
-    )
+    timeline = forecast_streams(streams, candidate.chunking.costs)
     peaks = [
         solved.memory.peaks(solved.solution.counts(solved.memory)) for solved in candidate.pipelines
     ]

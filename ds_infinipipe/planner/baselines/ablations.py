@@ -20,14 +20,14 @@ from ds_infinipipe.planner.baselines.result import (
 from ds_infinipipe.planner.breakdown import break_down, break_down_plan
 from ds_infinipipe.planner.candidates import Candidate, Chunking
 from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.forecast import forecast_streams
 from ds_infinipipe.planner.layouts import plan_replicas, search_layouts
 from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.order import stage_operations, window_size
+from ds_infinipipe.planner.order import pipeline_operations
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.types import PipelinePlan, Plan
 
 __all__ = [
@@ -196,24 +196,9 @@ def _simulate(candidate: Candidate, cost: CostModel) -> PipelineRun:
         )
         for solved in candidate.pipelines
     ]
-    operations = [
-        [
-            operation
-            for p in pipelines
-            for operation in stage_operations(
-                p.forward, p.backward, window_size(layout.pp, stage, p.num_split)
-            )
-        ]
-        for stage in range(layout.pp)
-    ]
+    operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
-    timeline = simulate(
-        streams,
-        forward_s=costs.forward_s,
-        backward_s=costs.backward_s,
-        recompute_s=costs.recompute_s,
-        p2p_s=costs.p2p_s,
-    )
+    timeline = forecast_streams(streams, costs)
     shares = break_down(streams, chunking.chunks, cost)
     peaks = [s.memory.peaks(s.solution.counts(s.memory)) for s in candidate.pipelines]
     return PipelineRun(

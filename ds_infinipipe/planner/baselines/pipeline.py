@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.planner.baselines.result import BaselineResult, Workload, infeasible
 from ds_infinipipe.planner.costs import ChunkCosts, CostModel, chunk_sizes
+from ds_infinipipe.planner.forecast import forecast_streams
 from ds_infinipipe.planner.layout_bounds import work_bound_s
 from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.lower import lower_plan
@@ -27,7 +28,6 @@ from ds_infinipipe.planner.order import (
 )
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.schedule_arrays import simulate_schedule, static_schedule
-from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import Layout
 from ds_infinipipe.planner.types import Chunk, Op, PipelinePlan
 
@@ -164,13 +164,7 @@ class PipelineCase:
         plan = PipelinePlan(forward, backward, recompute, num_split)
         streams = lower_plan([plan], self.chunks, self.layout, operations)
         costs = self.costs
-        timeline = simulate(
-            streams,
-            forward_s=costs.forward_s,
-            backward_s=costs.backward_s,
-            recompute_s=costs.recompute_s,
-            p2p_s=costs.p2p_s,
-        )
+        timeline = forecast_streams(streams, costs)
         pp = self.layout.pp
         return PipelineRun(
             timeline.makespan_s,
