@@ -4,8 +4,9 @@ Shared by DeepSpeed and FlexSP. Parameters are gathered hierarchically: a node t
 nodes hold through its adapter once per layer and pass, and shares it over its links. Groups wider
 than a node exchange through the adapters, shared by the node's devices.
 
-Coarse: gathers hide under compute as well as inside a stage (`zero_overlap`), collectives have no
-skew and the allocator no cost, so both systems are flattered. Where the degree does not divide the
+Coarse: gathers and gradient reduce-scatters hide under compute as well as inside a stage
+(`zero_overlap`), those between nodes too, while our replicas' sum of gradients counts in full;
+collectives have no skew and the allocator no cost. So both systems are flattered. Where the degree does not divide the
 heads, the rank with most of them counts.
 """
 
