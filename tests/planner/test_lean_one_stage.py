@@ -58,16 +58,16 @@ def test_what_fits_as_it_is_fills_the_fewest_chunks_and_recomputes_nothing() -> 
     found = plan([8192] * 24)
     spec = BUILTIN_MODELS["llama-7b"]
     memory = MemoryModel(spec, make_layout(spec, 1, 8))
-    capacity = WholeChunks(memory, 60 * GIB).capacity(0, 24 * 8192)
+    capacity = WholeChunks(memory, 60 * GIB, 24 * 8192).capacity(0)
     assert recomputed(found) == 0
     assert len(found.chunks) == -(-24 // (capacity // 8192))
 
 
 def test_the_capacity_fits_and_eight_more_tokens_do_not() -> None:
     spec = BUILTIN_MODELS["llama-13b"]
-    whole = WholeChunks(MemoryModel(spec, make_layout(spec, 1, 8)), 60 * GIB)
+    whole = WholeChunks(MemoryModel(spec, make_layout(spec, 1, 8)), 60 * GIB, 2**24)
     for layers in (0, 7, 40):
-        capacity = whole.capacity(layers, 2**24)
+        capacity = whole.capacity(layers)
         assert whole.fits(capacity, layers)
         assert not whole.fits(capacity + 8, layers)
 
@@ -75,7 +75,7 @@ def test_the_capacity_fits_and_eight_more_tokens_do_not() -> None:
 def test_a_sequence_that_needs_recomputation_alone_does_not_make_the_others_recompute() -> None:
     spec = BUILTIN_MODELS["llama-7b"]
     memory = MemoryModel(spec, make_layout(spec, 1, 8))
-    capacity = WholeChunks(memory, 60 * GIB).capacity(0, 2**24)
+    capacity = WholeChunks(memory, 60 * GIB, 2**24).capacity(0)
     found = plan([capacity + 4096] + [4096] * 40)
     counts = found.pipelines[0].recompute[0]
     assert sum(c > 0 for c in counts) == 1

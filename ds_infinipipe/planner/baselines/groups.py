@@ -6,8 +6,8 @@ than a node exchange through the adapters, shared by the node's devices.
 
 Coarse: gathers and gradient reduce-scatters hide under compute as well as inside a stage
 (`zero_overlap`), those between nodes too, while our replicas' sum of gradients counts in full;
-collectives have no skew and the allocator no cost. So both systems are flattered. Where the degree does not divide the
-heads, the rank with most of them counts.
+collectives have no skew and the allocator no cost. So both systems are flattered. Where the degree
+does not divide the heads, the rank with most of them counts.
 """
 
 from __future__ import annotations

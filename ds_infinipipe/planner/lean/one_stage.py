@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -34,6 +35,7 @@ class WholeChunks:
 
     memory: MemoryModel
     limit_bytes: int
+    most_tokens: int
 
     @property
     def layers(self) -> int:
@@ -46,10 +48,10 @@ class WholeChunks:
         held = self.memory.static_bytes[0] + self.memory.held_bytes(0, chunk, recompute)
         return held + max(forward, backward) <= self.limit_bytes
 
-    def capacity(self, recompute: int, most: int) -> int:
-        """Most tokens that fit, at most `most`; a multiple of sp, 0 where none do."""
+    def capacity(self, recompute: int) -> int:
+        """Most tokens that fit, at most `most_tokens`; a multiple of sp, 0 where none do."""
         sp = self.memory.layout.sp
-        low, high = 0, -(-most // sp) + 1
+        low, high = 0, -(-self.most_tokens // sp) + 1
         while low + 1 < high:
             middle = (low + high) // 2
             if self.fits(middle * sp, recompute):
@@ -58,9 +60,15 @@ class WholeChunks:
                 high = middle
         return low * sp
 
-    def fewest_layers(self, tokens: int) -> int | None:
-        """Fewest recomputed layers with which so many tokens fit; None where none do."""
-        return next((c for c in range(self.layers + 1) if self.fits(tokens, c)), None)
+    @cached_property
+    def capacities(self) -> IntArray:
+        """By recomputed layers, [layers + 1]."""
+        return np.array([self.capacity(n) for n in range(self.layers + 1)], dtype=np.int64)
+
+    def fewest_layers(self, tokens: IntArray) -> IntArray | None:
+        """Fewest recomputed layers with which each of so many tokens fits; None where none do."""
+        enough = self.capacities[None, :] >= tokens[:, None]
+        return enough.argmax(axis=1) if enough.any(axis=1).all() else None
 
 
 def iterate_whole(space: CandidateSpace) -> Iterator[tuple[LeanCandidate, IntArray]]:
@@ -69,16 +77,14 @@ def iterate_whole(space: CandidateSpace) -> Iterator[tuple[LeanCandidate, IntArr
     Chunks are as large as fits with few, some or all layers recomputed, filled by best fit or
     evenly; each then recomputes as few layers as it needs.
     """
-    whole = WholeChunks(space.memory, space.limit_bytes)
     recompute, longest = space.settings.recompute, int(space.batch.lengths[0])
-    given = space.settings.token_limit
-    most = int(space.batch.lengths.sum()) if given == "auto" else given
+    given, total = space.settings.token_limit, int(space.batch.lengths.sum())
+    most = total if given == "auto" else min(total, given)
+    whole = WholeChunks(space.memory, space.limit_bytes, most)
     levels = {*range(_FEW_LAYERS + 1), *(whole.layers * i // 4 for i in range(1, 5))}
     if recompute != "adaptive":
         levels = {0} if recompute == "none" else {whole.layers}
-    sizes: set[int] = set()
-    for level in sorted(n for n in levels if n <= whole.layers):
-        sizes.add(min(whole.capacity(level, most), most))
+    sizes = {min(int(whole.capacities[n]), most) for n in levels if n <= whole.layers}
     if longest > most or (recompute != "adaptive" and max(sizes) < longest):
         return
     for size in sorted(sizes - {0}):
@@ -128,17 +134,15 @@ def _lightest_first(lengths: list[int], num_bins: int) -> IntArray:
 
 def _counts(whole: WholeChunks, bins: IntArray, space: CandidateSpace) -> IntArray | None:
     """Fewest layers of every chunk, [1, chunks]; None where one does not fit."""
-    tokens = np.bincount(bins, weights=space.batch.lengths).astype(np.int64).tolist()
-    if space.settings.recompute == "full":
-        found = [whole.layers if whole.fits(n, whole.layers) else None for n in tokens]
-    else:
-        found = [whole.fewest_layers(n) for n in tokens]
-    known = [layers for layers in found if layers is not None]
-    if len(known) < len(found) or (space.settings.recompute == "none" and any(known)):
+    tokens = np.bincount(bins, weights=space.batch.lengths).astype(np.int64)
+    recompute, greedy = space.settings.recompute, space.settings.solver == "greedy"
+    if recompute == "full":
+        fits = bool((tokens <= whole.capacities[-1]).all())
+        return np.full((1, tokens.size), whole.layers, dtype=np.int64) if fits else None
+    counts = whole.fewest_layers(tokens)
+    if counts is None or (recompute == "none" and counts.any()):
         return None
-    if space.settings.solver == "greedy":
-        known = [max(known)] * len(known)
-    return np.array([known], dtype=np.int64)
+    return np.full_like(counts, counts.max())[None, :] if greedy else counts[None, :]
 
 
 def _candidate(space: CandidateSpace, bins: IntArray, size: int) -> LeanCandidate:
