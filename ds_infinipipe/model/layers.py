@@ -91,13 +91,25 @@ class HeadLayer(StageLayer):
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
-    def loss(self, hidden: Tensor, labels_T: Tensor, scale: float, block_tokens: int) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        labels_T: Tensor,
+        scale: float,
+        block_tokens: int,
+        token_weights_T: Tensor | None = None,
+    ) -> Tensor:
         """Sum of the tokens' cross-entropies times `scale`, a scalar; label -100 does not count.
 
         `hidden` is [1, T, E]; logits exist for `block_tokens` tokens at a time.
         """
         return linear_cross_entropy_sum(
-            self.norm(hidden)[0], self.lm_head.weight, labels_T, scale, block_tokens
+            self.norm(hidden)[0],
+            self.lm_head.weight,
+            labels_T,
+            scale,
+            block_tokens,
+            token_weights_T=token_weights_T,
         )
 
     def token_losses(self, hidden: Tensor, labels_T: Tensor, block_tokens: int) -> Tensor:

@@ -27,8 +27,11 @@ def linear_cross_entropy_sum(
     scale: float,
     block_tokens: int,
     ignore_index: int = -100,
+    token_weights_T: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T`, times `scale`; a scalar.
+
+    With `token_weights_T` each token's loss is multiplied by its weight first.
 
     Both gradients are computed here, block by block, and kept until backward: that costs T * E and
     V * E elements (the latter in float32 for half-precision weights), while logits take
@@ -40,7 +43,14 @@ def linear_cross_entropy_sum(
     """
     needs_grad = torch.is_grad_enabled() and (hidden_TE.requires_grad or weight_VE.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden_TE, weight_VE, labels_T, scale, block_tokens, ignore_index, needs_grad
+        hidden_TE,
+        weight_VE,
+        labels_T,
+        scale,
+        block_tokens,
+        ignore_index,
+        needs_grad,
+        token_weights_T,
     )
     return loss
 
@@ -94,6 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         block_tokens: int,
         ignore_index: int,
         needs_grad: bool,
+        token_weights: Tensor | None,
     ) -> Tensor:
         exact = _exact_dtype(hidden.dtype)
         total = hidden.new_zeros((), dtype=torch.float64)
@@ -102,7 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], block_tokens):
             rows = slice(start, start + block_tokens)
             logits = (hidden[rows] @ weight.T).to(exact)
-            total += _loss_to_grad(logits, labels[rows], ignore_index)
+            weights = None if token_weights is None else token_weights[rows]
+            total += _loss_to_grad(logits, labels[rows], ignore_index, weights)
             if grad_hidden is not None and grad_weight is not None:
                 grad_logits = logits.to(hidden.dtype)
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -121,11 +133,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grad_loss * ctx.scale
         grad_hidden.mul_(factor)
         grad_weight = grad_weight.mul_(factor).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _loss_to_grad(logits_BV: Tensor, labels_B: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the block's losses; `logits_BV` is overwritten with its gradient, softmax - onehot."""
+def _loss_to_grad(
+    logits_BV: Tensor, labels_B: Tensor, ignore_index: int, token_weights_B: Tensor | None
+) -> Tensor:
+    """Sum of the block's losses; `logits_BV` is overwritten with its gradient, softmax - onehot,
+    times the token's weight."""
     counts = (labels_B != ignore_index)[:, None]
     targets = labels_B[:, None].masked_fill(~counts, 0)
     logits_BV.sub_(logits_BV.amax(dim=-1, keepdim=True))
@@ -134,6 +149,9 @@ def _loss_to_grad(logits_BV: Tensor, labels_B: Tensor, ignore_index: int) -> Ten
     losses = (total.log() - target_logits).masked_fill_(~counts, 0.0)
     logits_BV.div_(total).scatter_add_(1, targets, -torch.ones_like(total))
     logits_BV.mul_(counts)
+    if token_weights_B is not None:
+        logits_BV.mul_(token_weights_B[:, None])
+        losses.mul_(token_weights_B[:, None])
     return losses.sum(dtype=torch.float64)
 
 

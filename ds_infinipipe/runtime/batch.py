@@ -24,47 +24,57 @@ class StepBatch:
     """The sequences of one optimizer step, the same on every rank.
 
     `labels` are already shifted: `labels[i][t]` is what position t of sequence i must predict, and
-    IGNORE_INDEX at its last token. Sequences without any label are left out and counted.
+    IGNORE_INDEX at its last token; `weights` are shifted alike, and empty where all are 1.
+    Sequences without any label are left out and counted.
     """
 
     ids: tuple[np.ndarray, ...]
     labels: tuple[np.ndarray, ...]
-    num_labels: int
-    num_without_label: int
+    weights: tuple[np.ndarray, ...] = ()
+    num_without_label: int = 0
 
     @classmethod
     def from_samples(cls, samples: Iterable[Any], max_length: int, vocab_size: int) -> StepBatch:
-        """Read samples: mappings with `input_ids` and optionally unshifted `labels`, or ids alone.
+        """Read samples: ids alone, or mappings with `input_ids` and optionally `labels` and
+        `loss_weights`, one value per token, not shifted.
 
         Raises DataError for a malformed or over-long sample, an id outside the vocabulary, and a
         batch in which nothing can be learned.
         """
-        ids, labels, without_label, total = [], [], 0, 0
+        rows, without_label = [], 0
         for index, sample in enumerate(samples):
-            sample_ids, sample_labels = _read_sample(index, sample)
-            _check_range(index, sample_ids, max_length, vocab_size)
-            shifted = _shift(sample_labels)
-            count = int(np.count_nonzero(shifted != IGNORE_INDEX))
-            if count == 0:
+            row = _read_sample(index, sample)
+            _check_range(index, row.ids, max_length, vocab_size)
+            if not row.counts().any():
                 without_label += 1
                 continue
-            _check_labels(index, shifted, vocab_size)
-            ids.append(sample_ids)
-            labels.append(shifted)
-            total += count
-        if not ids:
+            _check_labels(index, row.labels, vocab_size)
+            rows.append(row)
+        if not rows:
             raise DataError(
                 f"none of the {without_label} sequences of this batch has a label: a sequence "
-                "needs two tokens, and labels that are not all -100; check the data or its masks"
+                "needs two tokens, labels that are not all -100 and weights that are not all 0; "
+                "check the data or its masks"
             )
-        return cls(tuple(ids), tuple(labels), total, without_label)
+        weights = () if all(r.weights is None for r in rows) else tuple(r.counts() for r in rows)
+        ids, labels = tuple(r.ids for r in rows), tuple(r.labels for r in rows)
+        return cls(ids, labels, weights, without_label)
 
     def select(self, sequences: Iterable[int]) -> StepBatch:
         """The part of the batch that one replica trains on."""
         chosen = list(sequences)
-        labels = tuple(self.labels[i] for i in chosen)
-        count = sum(int(np.count_nonzero(row != IGNORE_INDEX)) for row in labels)
-        return StepBatch(tuple(self.ids[i] for i in chosen), labels, count, 0)
+        parts = (self.ids, self.labels, self.weights)
+        return StepBatch(*(tuple(part[i] for i in chosen if part) for part in parts))
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens that are predicted."""
+        return sum(int(np.count_nonzero(row != IGNORE_INDEX)) for row in self.labels)
+
+    @property
+    def label_weight(self) -> float:
+        """What the summed loss is divided by: the labels' weights, or their number."""
+        return float(sum(row.sum() for row in self.weights)) if self.weights else self.num_labels
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -82,23 +92,56 @@ class StepBatch:
         """Shifted labels `[T / sp]`, IGNORE_INDEX where there is none."""
         return _local_part(self.labels, chunk, IGNORE_INDEX, sp_rank, sp_size)
 
+    def chunk_weights(self, chunk: Chunk, sp_rank: int, sp_size: int) -> torch.Tensor | None:
+        """The labels' weights `[T / sp]` in float64, None where all are 1."""
+        if not self.weights:
+            return None
+        return _local_part(self.weights, chunk, 0, sp_rank, sp_size)
 
-def _read_sample(index: int, sample: Any) -> tuple[np.ndarray, np.ndarray]:
+
+@dataclass(frozen=True)
+class _Row:
+    ids: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray | None
+
+    def counts(self) -> np.ndarray:
+        """Each label's weight, 0 where there is none."""
+        has_label = (self.labels != IGNORE_INDEX).astype(np.float64)
+        return has_label if self.weights is None else has_label * self.weights
+
+
+def _read_sample(index: int, sample: Any) -> _Row:
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
     if "input_ids" not in given:
         raise DataError(
             f"sample {index} of the batch has keys {sorted(given)}; it needs 'input_ids'"
         )
     ids = _as_vector(index, "input_ids", given["input_ids"])
-    if given.get("labels") is None:
-        return ids, ids
-    labels = _as_vector(index, "labels", given["labels"])
-    if len(labels) != len(ids):
+    labels, weights = ids, None
+    if given.get("labels") is not None:
+        labels = _as_vector(index, "labels", given["labels"])
+    if given.get("loss_weights") is not None:
+        weights = _as_weights(index, given["loss_weights"])
+    for name, values in (("labels", labels), ("loss_weights", weights)):
+        if values is not None and len(values) != len(ids):
+            raise DataError(
+                f"sample {index} has {len(ids)} input_ids but {len(values)} {name}; give one per "
+                "token, not shifted"
+            )
+    return _Row(ids, _shift(labels, IGNORE_INDEX), None if weights is None else _shift(weights, 0))
+
+
+def _as_weights(index: int, values: Any) -> np.ndarray:
+    array = np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
         raise DataError(
-            f"sample {index} has {len(ids)} input_ids but {len(labels)} labels; give one label per "
-            "token, not shifted, -100 where there is none"
+            f"sample {index}: loss_weights has shape {array.shape} and type {array.dtype}; it must "
+            "be a vector of numbers"
         )
-    return ids, labels
+    if not np.isfinite(array).all() or (array < 0).any():
+        raise DataError(f"sample {index}: loss_weights must be finite numbers of at least 0")
+    return array.astype(np.float64)
 
 
 def _as_vector(index: int, name: str, values: Any) -> np.ndarray:
@@ -113,10 +156,10 @@ def _as_vector(index: int, name: str, values: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _shift(labels: np.ndarray) -> np.ndarray:
+def _shift(values: np.ndarray, last: float) -> np.ndarray:
     # before any slicing: a slice's last token predicts the first token of the next slice
-    shifted = np.full_like(labels, IGNORE_INDEX)
-    shifted[:-1] = labels[1:]
+    shifted = np.full_like(values, last)
+    shifted[:-1] = values[1:]
     return shifted
 
 
@@ -145,6 +188,6 @@ def _local_part(
     arrays: Sequence[np.ndarray], chunk: Chunk, fill: int, sp_rank: int, sp_size: int
 ) -> torch.Tensor:
     parts = [arrays[s.sequence][s.start : s.end] for s in chunk.slices]
-    parts.append(np.full(chunk.padding, fill, dtype=np.int64))
+    parts.append(np.full(chunk.padding, fill, dtype=arrays[0].dtype))
     mine = rank_tokens(chunk.padded_tokens, sp_size, sp_rank)
     return torch.from_numpy(np.concatenate(parts)[mine])

@@ -139,7 +139,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self.plan, self.batch = plan, batch
         self._step = StepState(self, plan, batch)
         self._whole_batch = batch if whole is None else whole
-        self.executor.begin_step(1.0 / self._whole_batch.num_labels, plan.loss_block_tokens)
+        self.executor.begin_step(1.0 / self._whole_batch.label_weight, plan.loss_block_tokens)
         started = time.perf_counter()
         loss: torch.Tensor = super().train_batch()
         self.report = self._make_report(plan, planning, time.perf_counter() - started)

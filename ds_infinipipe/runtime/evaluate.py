@@ -87,7 +87,7 @@ def run_evaluation(
     dist.all_reduce(totals)
     labels = tuple(int(np.count_nonzero(row != IGNORE_INDEX)) for row in whole.labels)
     return EvaluationReport(
-        loss=float(totals.sum()) / whole.num_labels,
+        loss=float(totals.sum()) / whole.label_weight,
         lengths=whole.lengths,
         labels=labels,
         sequence_losses=tuple(totals.tolist()),

@@ -25,13 +25,15 @@ __all__ = ["ChunkInput", "StageExecutor"]
 class ChunkInput:
     """What a stage needs of a chunk: tokens of this sequence-parallel rank, or activations.
 
-    `ids_T` on the first stage, `hidden_1TE` on the others; `labels_T` on the last.
+    `ids_T` on the first stage, `hidden_1TE` on the others; `labels_T`, and
+    `weights_T` if tokens have weights, on the last.
     """
 
     context: ChunkContext
     ids_T: torch.Tensor | None = None
     hidden_1TE: torch.Tensor | None = None
     labels_T: torch.Tensor | None = None
+    weights_T: torch.Tensor | None = None
 
 
 @dataclass
@@ -109,8 +111,8 @@ class StageExecutor:
                 assert given.ids_T is not None
                 hidden = self._embed(record, index, given.ids_T)
             elif isinstance(layer, HeadLayer):
-                assert hidden is not None and given.labels_T is not None
-                record.hidden_gradient = self._head(index, hidden, given.labels_T)
+                assert hidden is not None
+                record.hidden_gradient = self._head(index, hidden, given)
                 hidden = None
             else:
                 assert hidden is not None
@@ -133,6 +135,8 @@ class StageExecutor:
             elif isinstance(layer, HeadLayer):
                 assert hidden is not None and given.labels_T is not None
                 hidden = layer.token_losses(hidden, given.labels_T, self.loss_block_tokens)
+                if given.weights_T is not None:
+                    hidden = hidden * given.weights_T
             else:
                 hidden = layer(hidden, given.context)
             self._sharding.release(index)
@@ -190,11 +194,13 @@ class StageExecutor:
         record.segments.append(_Segment(index, source, get_gradient_edge(output)))
         return output.detach()
 
-    def _head(self, index: int, hidden: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+    def _head(self, index: int, hidden: torch.Tensor, given: ChunkInput) -> torch.Tensor:
         source = hidden.detach().requires_grad_()
         head = self._layers[index]
-        assert isinstance(head, HeadLayer)
-        loss = head.loss(source, labels_T, self.loss_scale, self.loss_block_tokens)
+        assert isinstance(head, HeadLayer) and given.labels_T is not None
+        loss = head.loss(
+            source, given.labels_T, self.loss_scale, self.loss_block_tokens, given.weights_T
+        )
         self.loss_sum += loss.detach().to("cpu", torch.float64)
         (loss * self._sharding.loss_multiplier).backward()
         self._sharding.reduce(index)

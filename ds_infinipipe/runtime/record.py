@@ -9,7 +9,7 @@ import numpy as np
 
 from ds_infinipipe.errors import DataError, InfiniPipeError
 from ds_infinipipe.planner.types import Plan
-from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
+from ds_infinipipe.runtime.batch import StepBatch
 
 __all__ = ["load_step", "save_step"]
 
@@ -23,6 +23,7 @@ def save_step(folder: str | Path, name: str, plan: Plan, batch: StepBatch) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {f"ids_{i}": ids for i, ids in enumerate(batch.ids)}
     arrays.update({f"labels_{i}": labels for i, labels in enumerate(batch.labels)})
+    arrays.update({f"weights_{i}": weights for i, weights in enumerate(batch.weights)})
     np.savez_compressed(folder / f"{name}.npz", **arrays)
     path = folder / f"{name}.json"
     path.write_text(plan.to_json(), encoding="utf-8")
@@ -44,9 +45,11 @@ def load_step(path: str | Path) -> tuple[Plan, StepBatch]:
         with np.load(arrays_path) as arrays:
             ids = tuple(arrays[f"ids_{i}"] for i in range(len(plan.lengths)))
             labels = tuple(arrays[f"labels_{i}"] for i in range(len(plan.lengths)))
+            names = [f"weights_{i}" for i in range(len(plan.lengths)) if "weights_0" in arrays]
+            weights = tuple(arrays[name] for name in names)
     except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{arrays_path} is damaged or of another step: {error}") from error
-    batch = StepBatch(ids, labels, sum(int((row != IGNORE_INDEX).sum()) for row in labels), 0)
+    batch = StepBatch(ids, labels, weights)
     if batch.lengths != plan.lengths:
         raise InfiniPipeError(f"{arrays_path} has other sequence lengths than the plan {path}")
     return plan, batch

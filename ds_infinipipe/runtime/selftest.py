@@ -68,6 +68,7 @@ class Case:
     steps: int = 3
     seed: int = 0
     alignment: int = 1
+    weighted: bool = False
     loss_block_tokens: int = 7
     learning_rate: float = 1e-3
     clip: float = 0.3
@@ -194,7 +195,8 @@ def random_batch(case: Case, step: int) -> StepBatch:
         ids = rng.integers(0, case.vocab_size, size=int(rng.integers(2, case.max_tokens + 1)))
         labels = np.where(rng.random(len(ids)) < 0.1, IGNORE_INDEX, ids)
         labels[-1] = ids[-1]  # at least one label
-        samples.append({"input_ids": ids, "labels": labels})
+        weights = rng.random(len(ids)) + 0.1 if case.weighted else None
+        samples.append({"input_ids": ids, "labels": labels, "loss_weights": weights})
     return StepBatch.from_samples(samples, 4 * case.max_tokens, case.vocab_size)
 
 
@@ -254,13 +256,15 @@ class Reference:
         """Loss and gradient norm of a batch; gradients stay in the model."""
         self.model.zero_grad(set_to_none=True)
         total = 0.0
-        for ids, labels in zip(batch.ids, batch.labels, strict=True):
+        weights = batch.weights or tuple(np.ones(len(ids)) for ids in batch.ids)
+        for ids, labels, factors in zip(batch.ids, batch.labels, weights, strict=True):
             logits = self.model(torch.from_numpy(ids)[None]).logits[0]
-            loss = F.cross_entropy(
-                logits, torch.from_numpy(labels), ignore_index=IGNORE_INDEX, reduction="sum"
+            losses = F.cross_entropy(
+                logits, torch.from_numpy(labels), ignore_index=IGNORE_INDEX, reduction="none"
             )
-            (loss / batch.num_labels).backward()
-            total += float(loss.detach()) / batch.num_labels
+            loss = (losses * torch.from_numpy(factors).to(losses.dtype)).sum() / batch.label_weight
+            loss.backward()
+            total += float(loss.detach())
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return total, float(torch.nn.utils.get_total_norm(gradients))
 

@@ -52,6 +52,10 @@ class StepState:
             engine.channels.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
         if engine.is_last_stage():
             given.labels_T = self.batch.chunk_labels(shape, sp_rank, sp_size).to(engine.device)
+            weights_T = self.batch.chunk_weights(shape, sp_rank, sp_size)
+            if weights_T is not None:
+                exact = torch.promote_types(engine.module.dtype, torch.float32)
+                given.weights_T = weights_T.to(engine.device, exact)
         return given
 
     def output_gradient(self, chunk: int) -> torch.Tensor | None:

@@ -52,6 +52,25 @@ def test_masked_labels_do_not_count() -> None:
     assert batch.labels[0].tolist() == [-100, 7, -100]
 
 
+def test_loss_weights_are_shifted_with_the_labels_and_default_to_one() -> None:
+    samples = [{"input_ids": [5, 6, 7], "loss_weights": [9.0, 0.5, 2.0]}, [1, 2]]
+    batch = StepBatch.from_samples(samples, 10, 10)
+    assert [w.tolist() for w in batch.weights] == [[0.5, 2.0, 0.0], [1.0, 0.0]]
+    assert batch.label_weight == 3.5
+    assert batch.num_labels == 3
+    chunk = Chunk((Slice(0, 0, 3, True),), padding=1)
+    weights = batch.chunk_weights(chunk, 1, 2)
+    assert weights is not None and weights.tolist() == [0.0, 0.0]
+    assert batch.select([1]).weights[0].tolist() == [1.0, 0.0]
+
+
+def test_a_sequence_whose_weights_are_all_zero_has_no_label() -> None:
+    samples = [{"input_ids": [1, 2], "loss_weights": [1, 0]}, [3, 4]]
+    batch = StepBatch.from_samples(samples, 10, 10)
+    assert batch.lengths == (2,) and batch.num_without_label == 1
+    assert batch.ids[0].tolist() == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
@@ -62,6 +81,11 @@ def test_masked_labels_do_not_count() -> None:
         ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids but 1 labels"),
         ([{"input_ids": [1, 2], "labels": [1, 12]}], "labels range from 12"),
         ([{"text": "x"}], "needs 'input_ids'"),
+        ([{"input_ids": [1, 2], "loss_weights": [1.0]}], "2 input_ids but 1 loss_weights"),
+        ([{"input_ids": [1, 2], "loss_weights": [1.0, -1.0]}], "at least 0"),
+        ([{"input_ids": [1, 2], "loss_weights": [1.0, float("nan")]}], "finite"),
+        ([{"input_ids": [1, 2], "loss_weights": ["a", "b"]}], "vector of numbers"),
+        ([{"input_ids": [1, 2], "loss_weights": [1.0, 0.0]}], "weights that are not all 0"),
         ([[0.5, 1.0]], "vector of integers"),
         ([[[1, 2], [3, 4]]], "vector of integers"),
     ],

@@ -149,3 +149,13 @@ def test_replicas_under_zero3_are_exact() -> None:
         assert max(d.loss_error for d in differences) <= FLOAT32_LIMIT
         assert max(d.gradient_error for d in differences) <= FLOAT32_LIMIT
         assert max(d.norm_error for d in differences) <= FLOAT32_LIMIT
+
+
+def test_loss_weights_are_exact_in_slices_packs_and_replicas() -> None:
+    cases = [
+        Case("llama", 2, 2, zero_stage=0, float64=True, weighted=True),
+        Case("qwen3", 2, 1, 2, zero_stage=0, float64=True, weighted=True, seed=1),
+    ]
+    for differences in _all_differences(cases):
+        assert max(d.loss_error for d in differences) <= FLOAT64_LIMIT
+        assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
