@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,9 @@ class DocumentDataset:
     """Sequences of at most `context_length` tokens; torch-free, usable as a torch data set.
 
     `lengths` in tokens, int64 [sequences]. Items are `{"input_ids": int64 [length]}`, read from
-    disk when asked for, without bos or eos; those of lines with labels also have `labels`, as long
-    and not shifted, -100 where there is none. `report` says what became of every document.
+    disk when asked for, without bos or eos; those of lines with labels or loss weights also have
+    `labels` (-100 where there is none) and `loss_weights`, as long and not shifted. `report` says
+    what became of every document.
     """
 
     def __init__(self, corpus: Corpus, settings: DataSettings) -> None:
@@ -80,15 +82,17 @@ class DocumentDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = int(self._starts[index])
         piece = slice(start, start + int(self.lengths[index]))
         tokens = self.corpus.read(int(self._documents[index]))
-        item = {"input_ids": tokens.ids[piece]}
+        item: dict[str, NDArray[Any]] = {"input_ids": tokens.ids[piece]}
         if tokens.labels is not None:
             item["labels"] = tokens.labels[piece]
+        if tokens.weights is not None:
+            item["loss_weights"] = tokens.weights[piece]
         return item
 
     def name(self, index: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -18,26 +19,32 @@ EncodingPolicy = Literal["replace", "strict"]
 
 _IGNORED = -100
 _MAX_ID = 2**62
-# what other programs read beside the ids to weigh tokens
-_UNSUPPORTED = ("loss_weights", "loss_mask")
+# what other programs write beside the ids
+_UNSUPPORTED = ("loss_mask",)
 
 
 class Tokens(NamedTuple):
-    """A document: `ids` int64 [tokens], and `labels` int64 [tokens] where its line has some.
+    """A document: `ids` int64 [tokens]; `labels` int64 and `weights` float64 [tokens] where its
+    line has them.
 
-    Labels are not shifted: `labels[t]` stands at the token it is for, -100 where there is none.
+    Neither is shifted: `labels[t]` stands at the token it is for, -100 where there is none, and
+    `weights[t]` is the weight of that token's loss.
     """
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64] | None
     is_repaired: bool
+    weights: NDArray[np.float64] | None = None
 
     @property
     def has_label(self) -> bool:
         """The first token is never predicted."""
-        if self.labels is None:
-            return len(self.ids) > 1
-        return bool((self.labels[1:] != _IGNORED).any())
+        counts = np.ones(len(self.ids), dtype=bool)
+        if self.labels is not None:
+            counts &= self.labels != _IGNORED
+        if self.weights is not None:
+            counts &= self.weights > 0
+        return bool(counts[1:].any())
 
 
 def decode_text(content: bytes, policy: EncodingPolicy) -> tuple[str, bool]:
@@ -64,7 +71,7 @@ def tokenize_text(content: bytes, policy: EncodingPolicy, vocab_size: int | None
 def tokenize_line(
     content: bytes, text_field: str, policy: EncodingPolicy, vocab_size: int | None
 ) -> Tokens:
-    """A JSONL line that has `input_ids`, maybe with `labels`, or a text.
+    """A JSONL line that has `input_ids`, maybe with `labels` and `loss_weights`, or a text.
 
     Raises ValueError saying what is wrong with it.
     """
@@ -84,21 +91,39 @@ def tokenize_line(
     for name in _UNSUPPORTED:
         if row.get(name) is not None:
             raise ValueError(
-                f"{name!r} is not supported yet: give 'labels', a list as long as 'input_ids' with "
-                "-100 at the tokens that are not trained on"
+                f"{name!r} is not supported: give 'labels', a list as long as 'input_ids' with "
+                "-100 at the tokens that are not trained on, or 'loss_weights'"
             )
     ids = _integers(row, "input_ids")
     _check_range(ids, vocab_size)
-    if row.get("labels") is None:
-        return Tokens(ids, None, repaired)
-    labels = _integers(row, "labels")
-    if len(labels) != len(ids):
+    labels = weights = None
+    if row.get("labels") is not None:
+        labels = _integers(row, "labels")
+        if len(labels) != len(ids):
+            raise ValueError(
+                f"{len(ids)} 'input_ids' but {len(labels)} 'labels': give one label a token, not "
+                "shifted, -100 where there is none"
+            )
+        _check_range(labels[labels != _IGNORED], vocab_size, "label")
+    if row.get("loss_weights") is not None:
+        weights = _weights(row["loss_weights"], len(ids))
+    return Tokens(ids, labels, repaired, weights)
+
+
+def _weights(values: Any, num_tokens: int) -> NDArray[np.float64]:
+    if not isinstance(values, list) or len(values) != num_tokens:
+        count = len(values) if isinstance(values, list) else _shorten(values)
         raise ValueError(
-            f"{len(ids)} 'input_ids' but {len(labels)} 'labels': give one label a token, not "
-            "shifted, -100 where there is none"
+            f"{num_tokens} 'input_ids' but 'loss_weights' is {count}: give one number a token, not "
+            "shifted"
         )
-    _check_range(labels[labels != _IGNORED], vocab_size, "label")
-    return Tokens(ids, labels, repaired)
+    for index, value in enumerate(values):
+        if type(value) not in (int, float) or not 0.0 <= value < math.inf:
+            raise ValueError(
+                f"'loss_weights' must be finite numbers of at least 0, entry {index} is "
+                f"{_shorten(value)}"
+            )
+    return np.array(values, dtype=np.float64)
 
 
 def _encode_text(row: Mapping[str, Any], text_field: str) -> NDArray[np.int64]:

@@ -94,6 +94,17 @@ def test_labels_come_with_their_ids(tmp_path: Path) -> None:
     assert dataset.report.counts.without_label == 1
 
 
+def test_loss_weights_come_with_their_ids_and_all_zero_ones_train_nothing(tmp_path: Path) -> None:
+    rows = jsonl(
+        {"input_ids": [5, 6, 7], "loss_weights": [0, 1, 0.5]},
+        {"input_ids": [5, 6], "loss_weights": [1, 0]},
+    )
+    dataset = read(write(tmp_path, d__jsonl=rows))
+    assert dataset.lengths.tolist() == [3]
+    assert dataset[0]["loss_weights"].tolist() == [0.0, 1.0, 0.5]
+    assert dataset.report.counts.without_label == 1
+
+
 @pytest.mark.parametrize(
     ("policy", "labels"), [("truncate", [[0, 1, 2, 3]]), ("split", [[0, 1, 2, 3], [-100, 5]])]
 )
@@ -148,8 +159,16 @@ def test_another_text_field_is_read_when_named(tmp_path: Path) -> None:
         ('{"input_ids": [1, 2], "labels": [1, -7]}', "line 2: label -7 is negative"),
         ('{"input_ids": [1, 2], "labels": [1, 320]}', "label 320 is outside the model's vocab"),
         (
-            '{"input_ids": [1, 2], "loss_weights": [0, 1]}',
-            "line 2: 'loss_weights' is not supported yet: give 'labels'",
+            '{"input_ids": [1, 2], "loss_weights": [0, -1]}',
+            "line 2: 'loss_weights' must be finite numbers of at least 0, entry 1 is -1",
+        ),
+        (
+            '{"input_ids": [1, 2], "loss_weights": [1]}',
+            "line 2: 2 'input_ids' but 'loss_weights' is 1",
+        ),
+        (
+            '{"input_ids": [1, 2], "loss_mask": [0, 1]}',
+            "line 2: 'loss_mask' is not supported: give 'labels'",
         ),
         ('{"input_ids": [1, -3]}', "line 2: token id -3 is negative"),
         (
