@@ -21,7 +21,7 @@ __all__ = ["idle_plan", "split_batch"]
 FloatArray: TypeAlias = NDArray[np.float64]
 
 _MOST_EXCHANGES = 64
-_EVEN_ENOUGH = 1e-3
+_EVEN_ENOUGH = 1e-5
 
 
 def split_batch(

@@ -63,6 +63,14 @@ def test_what_fits_as_it_is_fills_the_fewest_chunks_and_recomputes_nothing() -> 
     assert len(found.chunks) == -(-24 // (capacity // 8192))
 
 
+def test_chunks_but_one_need_no_padding_where_sequences_can_be_swapped() -> None:
+    rng = np.random.default_rng(4)
+    lengths = [int(n) for n in sample_lengths("commoncrawl", 200, 16384, rng)]
+    found = plan(lengths)
+    assert len(found.chunks) > 2
+    assert sum(chunk.padding for chunk in found.chunks) == -sum(lengths) % 8
+
+
 def test_the_capacity_fits_and_eight_more_tokens_do_not() -> None:
     spec = BUILTIN_MODELS["llama-13b"]
     whole = WholeChunks(MemoryModel(spec, make_layout(spec, 1, 8)), 60 * GIB, 2**24)

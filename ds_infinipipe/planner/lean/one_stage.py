@@ -98,10 +98,35 @@ def _packings(space: CandidateSpace, size: int) -> Iterator[IntArray]:
     """Bin of each sequence, longest first: by best fit, then as many bins of even tokens."""
     lengths = space.batch.lengths.tolist()
     tight = _best_fit(lengths, size)
-    yield tight
+    yield _with_less_padding(tight, space.batch.lengths, size, space.sp)
     even = _lightest_first(lengths, int(tight.max()) + 1)
     if not np.array_equal(even, tight):
-        yield even
+        yield _with_less_padding(even, space.batch.lengths, size, space.sp)
+
+
+def _with_less_padding(bins: IntArray, lengths: IntArray, size: int, sp: int) -> IntArray:
+    """The same with sequences swapped for some of the lightest bin, which then pads for all.
+
+    The swap for a bin leaves it a multiple of sp and moves the fewest tokens.
+    """
+    bins = bins.copy()
+    tokens = np.bincount(bins, weights=lengths).astype(np.int64)
+    lightest = int(tokens.argmin())
+    for number in range(tokens.size):
+        excess = int(tokens[number] % sp)
+        if number == lightest or excess == 0 or max(tokens[number], tokens[lightest]) > size:
+            continue
+        given, taken = np.flatnonzero(bins == number), np.flatnonzero(bins == lightest)
+        moved = lengths[given][:, None] - lengths[taken][None, :]
+        is_good = (moved % sp == excess) & (tokens[lightest] + moved <= size)
+        is_good &= tokens[number] - moved <= size
+        if is_good.any():
+            cost = np.where(is_good, np.abs(moved), size)
+            give, take = np.unravel_index(int(cost.argmin()), cost.shape)
+            bins[given[give]], bins[taken[take]] = lightest, number
+            tokens[number] -= moved[give, take]
+            tokens[lightest] += moved[give, take]
+    return bins
 
 
 def _best_fit(lengths: list[int], size: int) -> IntArray:
