@@ -145,7 +145,6 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self.report = self._make_report(plan, planning, time.perf_counter() - started)
         if self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events(step_events(self.report, plan, self.global_samples, None))
-        self.timeline = self._step.timeline()
         self._step = None
         return loss
 
@@ -193,9 +192,10 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Sum of the last stage's token losses, and what the ranks measured, in one all-reduce."""
         assert self._step is not None
+        self.timeline = self._step.timeline()
         mine = [
-            float(self.executor.loss_sum),
-            self._step.busy_s(),
+            self.executor.loss_sum,
+            self.timeline.busy_s[0],
             float(self.executor.recomputed_layers),
             float(self._wants_stop),
         ]

@@ -65,8 +65,13 @@ class StageExecutor:
         self._in_flight: dict[int, _InFlight] = {}
         self.loss_block_tokens = 1024
         self.loss_scale = 0.0
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self._losses: list[torch.Tensor] = []
         self.recomputed_layers = 0
+
+    @property
+    def loss_sum(self) -> float:
+        """This rank's part of the step's loss so far; waits for the device."""
+        return float(torch.stack(self._losses).sum()) if self._losses else 0.0
 
     @property
     def chunks_in_flight(self) -> tuple[int, ...]:
@@ -78,7 +83,7 @@ class StageExecutor:
         self._sharding.begin_step()
         self.loss_scale = loss_scale
         self.loss_block_tokens = loss_block_tokens
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self._losses = []
         self.recomputed_layers = 0
 
     def entry_layer(self, op: Op) -> int | None:
@@ -201,7 +206,7 @@ class StageExecutor:
         loss = head.loss(
             source, given.labels_T, self.loss_scale, self.loss_block_tokens, given.weights_T
         )
-        self.loss_sum += loss.detach().to("cpu", torch.float64)
+        self._losses.append(loss.detach().double())
         (loss * self._sharding.loss_multiplier).backward()
         self._sharding.reduce(index)
         self._sharding.flush()

@@ -27,7 +27,7 @@ def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     Otherwise the step is saved for replay by one rank of each replica, and then skipped (False) or
     NonFiniteError is raised, as `training.on_nonfinite` says.
     """
-    loss_is_finite = math.isfinite(float(engine.executor.loss_sum))
+    loss_is_finite = math.isfinite(engine.executor.loss_sum)
     bad = not loss_is_finite or not engine.sharding.gradients_are_finite()
     votes = torch.tensor([float(bad), float(not loss_is_finite)], device=engine.device)
     dist.all_reduce(votes)

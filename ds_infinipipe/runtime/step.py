@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ds_infinipipe.model.context import ChunkContext, rank_tokens
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.types import Instruction, Op, Plan, Span, Timeline
 from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.clock import make_clock
 from ds_infinipipe.runtime.executor import ChunkInput
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ class StepState:
         self.batch = batch
         self.outputs: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        self.spans: list[Span] = []
+        self._clock = make_clock(engine.device)
+        self._marks: list[tuple[Instruction, Any, Any]] = []
         self.sequence_losses = torch.zeros(len(plan.lengths), dtype=torch.float64)
         self.position = -1
         self.entered_s = time.monotonic()
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
         self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)
-        self._started = time.perf_counter()
 
     def chunk_input(self, chunk: int) -> ChunkInput:
         """Tokens or received activations of a chunk, with its attention geometry."""
@@ -76,11 +77,9 @@ class StepState:
     @contextmanager
     def span(self, instruction: Instruction) -> Iterator[None]:
         """Time a compute instruction; waiting for its input is not part of it."""
-        start = time.perf_counter() - self._started
+        start = self._clock.mark()
         yield
-        end = time.perf_counter() - self._started
-        stage = self._engine.stage_id
-        self.spans.append(Span(stage, instruction.op, instruction.chunk, start, end))
+        self._marks.append((instruction, start, self._clock.mark()))
 
     def finish_chunk(self, chunk: int) -> None:
         """After a chunk's backward: its sequence's arena must be gone with the first slice."""
@@ -120,14 +119,19 @@ class StepState:
         if found:
             raise ScheduleError(f"the step ends with work left over: {found}")
 
-    def busy_s(self) -> float:
-        """Seconds this rank computed."""
-        return sum(s.end_s - s.start_s for s in self.spans)
-
     def timeline(self) -> Timeline:
-        """What this rank computed when, from the start of its step to now."""
-        elapsed_s, busy_s = time.perf_counter() - self._started, self.busy_s()
-        return Timeline(tuple(self.spans), elapsed_s, 1.0 - busy_s / elapsed_s, (busy_s,))
+        """What this rank computed when, from the start of its step to now.
+
+        Waits for the device, so it is for the end of the step.
+        """
+        seconds, stage = self._clock.seconds, self._engine.stage_id
+        spans = tuple(
+            Span(stage, instruction.op, instruction.chunk, seconds(start), seconds(end))
+            for instruction, start, end in self._marks
+        )
+        elapsed_s = seconds(self._clock.mark())
+        busy_s = sum(span.end_s - span.start_s for span in spans)
+        return Timeline(spans, elapsed_s, 1.0 - busy_s / elapsed_s, (busy_s,))
 
     def _context(self, chunk: int) -> ChunkContext:
         engine, shape = self._engine, self.plan.chunks[chunk]
