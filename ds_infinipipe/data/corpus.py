@@ -8,18 +8,18 @@ lines of compressed files cannot be reached singly: such a file stays in memory 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.data.decode import EncodingPolicy, Tokens, tokenize_line, tokenize_text
 from ds_infinipipe.data.files import JSONL_PATTERNS, TEXT_PATTERNS, FileScan, scan_files
+from ds_infinipipe.data.packed import JSONL_SUFFIXES, is_packed, open_bytes
 from ds_infinipipe.errors import DataError
 
 __all__ = ["Corpus", "CorpusCounts", "DocumentSource", "read_corpus"]
@@ -42,7 +42,7 @@ class DocumentSource:
 
     def is_jsonl(self, path: str) -> bool:
         if self.format == "auto":
-            return path.endswith((".jsonl", ".jsonl.gz"))
+            return path.endswith(JSONL_SUFFIXES)
         return self.format == "jsonl"
 
     def file_patterns(self) -> tuple[str, ...]:
@@ -158,9 +158,9 @@ def _positions(scan: FileScan, source: DocumentSource, with_content: bool) -> It
         if not source.is_jsonl(path):
             yield _Position(file, _WHOLE_FILE, 0, None)
             continue
-        packed, offset = path.endswith(".gz"), 0
+        packed, offset = is_packed(path), 0
         try:
-            with _open(path) as stream:
+            with open_bytes(path) as stream:
                 for number, line in enumerate(stream):
                     content = line if with_content else None
                     yield _Position(file, number if packed else offset, number + 1, content)
@@ -209,18 +209,14 @@ class _Gauge:
         return len(self._digests) > before
 
 
-def _open(path: str) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb"))
-
-
 def _read(path: str, offset: int, unpacked: dict[str, list[bytes]]) -> bytes:
     """The bytes of one document; a compressed JSONL file is unpacked once and kept."""
-    if offset != _WHOLE_FILE and path.endswith(".gz"):
+    if offset != _WHOLE_FILE and is_packed(path):
         if path not in unpacked:
-            with _open(path) as stream:
+            with open_bytes(path) as stream:
                 unpacked[path] = stream.readlines()
         return unpacked[path][offset]
-    with _open(path) as stream:
+    with open_bytes(path) as stream:
         if offset == _WHOLE_FILE:
             return stream.read()
         stream.seek(offset)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ds_infinipipe.data.packed import JSONL_SUFFIXES
 from ds_infinipipe.errors import DataError
 
 __all__ = ["JSONL_PATTERNS", "PYTHON_SOURCES", "TEXT_PATTERNS", "FileScan", "scan_files"]
 
 PYTHON_SOURCES = "python-sources"
 
-JSONL_PATTERNS = ("*.jsonl", "*.jsonl.gz")
+JSONL_PATTERNS = tuple(f"*{suffix}" for suffix in JSONL_SUFFIXES)
 
 _TEXT_SUFFIXES = (
     "txt md rst tex html css py pyi pyx c h cc cpp hpp cu cuh java js jsx ts tsx go rs rb sh pl "

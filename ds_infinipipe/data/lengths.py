@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_infinipipe.data.packed import JSONL_SUFFIXES, open_bytes
 from ds_infinipipe.errors import ConfigError, DataError
 
 __all__ = [
@@ -35,7 +35,7 @@ _SHORT = 8192
 
 
 def read_lengths(path: str | Path) -> NDArray[np.int64]:
-    """Lengths in tokens, int64 [sequences], from text, `.npy` or JSONL (`.jsonl`, `.jsonl.gz`).
+    """Lengths in tokens, int64 [sequences], from text, `.npy` or JSONL (also .gz and .zst).
 
     Text holds one integer a line; a JSONL line is an integer, or an object with `length` or
     `input_ids`. Blank lines are skipped. Raises DataError naming file and line for anything else
@@ -50,7 +50,7 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
     if file.suffix == ".npy":
         lengths = _read_npy(file)
     else:
-        parse = _parse_json if file.name.endswith((".jsonl", ".jsonl.gz")) else _parse_integer
+        parse = _parse_json if file.name.endswith(JSONL_SUFFIXES) else _parse_integer
         lengths = np.array(
             [_parse_line(n, line, parse, file) for n, line in _lines(file)], np.int64
         )
@@ -78,7 +78,7 @@ def _read_npy(file: Path) -> NDArray[np.int64]:
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, stripped text) of the lines that are not blank."""
     try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+        with open_bytes(file) as stream:
             for number, line in enumerate(stream, start=1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 text = line.decode("utf-8", "replace").strip()

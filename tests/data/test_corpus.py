@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import zstandard
 
 from ds_infinipipe.config import DataSettings
 from ds_infinipipe.data.dataset import DocumentDataset
@@ -126,12 +130,33 @@ def test_equal_jsonl_lines_are_all_kept(tmp_path: Path) -> None:
     assert len(read(write(tmp_path, d__jsonl=jsonl({"text": "ab"}, {"text": "ab"})))) == 2
 
 
-def test_compressed_jsonl_reads_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("gz", gzip.compress), ("zst", zstandard.ZstdCompressor().compress)]
+)
+def test_compressed_jsonl_reads_the_same(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
     rows = jsonl({"text": "one"}, {"text": "two more"}, {"text": "three"})
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    (tmp_path / f"d.jsonl.{suffix}").write_bytes(pack(rows.encode()))
     dataset = read(str(tmp_path))
     assert texts(dataset) == ["one", "two more", "three"]
     assert [texts(dataset)[i] for i in (2, 0)] == ["three", "one"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"d.jsonl.{suffix}").write_bytes(b"not compressed")
+    with pytest.raises(DataError, match=rf"d.jsonl.{suffix} cannot be read"):
+        read(str(tmp_path))
+
+
+def test_zstandard_that_is_not_installed_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard.compress(b"{}"))
+    with (
+        mock.patch.dict(sys.modules, {"zstandard": None}),
+        pytest.raises(DataError, match=r"ds-infinipipe\[data\]"),
+    ):
+        read(str(tmp_path))
 
 
 def test_another_text_field_is_read_when_named(tmp_path: Path) -> None:
