@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the development environment and runs every check, about 15 minutes on 2 cores. Arguments
+# Sets up the development environment and runs every check, about 10 minutes on 2 cores. Arguments
 # go to pytest: bash launch/test.sh -m "not slow"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
