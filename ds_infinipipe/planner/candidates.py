@@ -21,7 +21,7 @@ from ds_infinipipe.planner.rows import (
     pipeline_memory,
 )
 from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.types import Chunk
+from ds_infinipipe.planner.types import Chunk, PipelinePlan
 
 __all__ = ["Candidate", "Chunking", "SolvedPipeline"]
 
@@ -37,6 +37,15 @@ class SolvedPipeline:
 
     memory: PipelineMemory
     solution: RecomputeSolution
+
+    def plan(self) -> PipelinePlan:
+        """As part of a plan."""
+        return PipelinePlan(
+            self.memory.forward,
+            self.memory.backward,
+            tuple(tuple(int(c) for c in row) for row in self.solution.counts(self.memory)),
+            self.memory.num_split,
+        )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ __all__ = [
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
-BoolArray: TypeAlias = NDArray[np.bool_]
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 _log = logging.getLogger(__name__)

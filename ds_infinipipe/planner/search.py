@@ -25,7 +25,6 @@ from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import (
     Instruction,
-    PipelinePlan,
     Plan,
     Prediction,
     SolverStats,
@@ -208,15 +207,7 @@ def _assemble(
     candidate = found.candidate
     chunking = candidate.chunking
     layout, settings = chunking.memory.layout, chunking.settings
-    pipelines = tuple(
-        PipelinePlan(
-            solved.memory.forward,
-            solved.memory.backward,
-            tuple(tuple(int(c) for c in row) for row in solved.solution.counts(solved.memory)),
-            solved.memory.num_split,
-        )
-        for solved in candidate.pipelines
-    )
+    pipelines = tuple(solved.plan() for solved in candidate.pipelines)
     operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
     predicted = _predict(candidate, streams)

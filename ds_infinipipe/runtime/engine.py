@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from deepspeed import comm as dist
@@ -51,6 +51,9 @@ __all__ = ["InfiniPipeEngine"]
 
 logger = logging.getLogger(__name__)
 
+# a whole batch and this replica's share of it
+_Shared: TypeAlias = tuple[StepBatch, StepBatch]
+
 
 class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     """Trains an InfiniPipeModule; `train_batch` owns the whole step.
@@ -84,7 +87,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             self.settings.debug.verify_p2p,
         )
         self._plans = self._make_plan_service()
-        self._feed: BatchFeed | None = None
+        self._feed: BatchFeed[_Shared] | None = None
         self._step: StepState | None = None
         self._calibration = TimeCalibration()
         self._wants_stop = False
@@ -107,13 +110,11 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         Raises InfiniPipeError where batch, plan or peers make the step impossible.
         """
         feed = self._feed_for(data_iter)
-        batch = feed.next()
-        share = self.replica_share(batch)
-        with naming_peer_failures(f"exchanging the plan of step {self.global_steps + 1}"):
-            plan, planning = self._plans.plan_for(share.lengths)
+        batch, share = feed.next()
+        plan, planning = self._plans.plan_for(share.lengths)
         upcoming = feed.peek()
         if upcoming is not None:
-            self._plans.submit(self.replica_share(upcoming).lengths)
+            self._plans.submit(upcoming[1].lengths)
         return self.train_plan(plan, share, planning, whole=batch)
 
     def check_longest(self, lengths: Sequence[int]) -> None:
@@ -154,9 +155,10 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         `evaluation` then holds the losses by sequence. May stand between any two training steps.
         """
         batch = self._parse(next(iter(data_iter)))
-        share = self.replica_share(batch)
+        members = self.replica_members(batch)
+        share = batch.select(members)
         plan, _planning = self._plans.plan_for(share.lengths, aside=True)
-        self.evaluation = run_evaluation(self, plan, share, batch)
+        self.evaluation = run_evaluation(self, plan, share, batch, members)
         return torch.tensor(self.evaluation.loss, dtype=torch.float64)
 
     def execute_evaluation(self, step: StepState) -> None:
@@ -176,6 +178,8 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
 
     def replica_members(self, batch: StepBatch) -> tuple[int, ...]:
         """Numbers of this replica's sequences in the batch."""
+        if self.module.layout.dp == 1:
+            return tuple(range(len(batch.ids)))
         return self.planning_task.share(batch.lengths)[self.grid.replica]
 
     def _train_schedule(self) -> schedule.PlanSchedule:
@@ -241,10 +245,10 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     def upcoming_layer(self, position: int) -> int | None:
         """The layer that the next compute instruction of the stream starts with."""
         assert self._step is not None
-        for instruction in self._step.plan.streams[self.stage_id][position + 1 :]:
-            if (layer := self.executor.entry_layer(instruction.op)) is not None:
-                return layer
-        return None
+        stream = self._step.plan.streams[self.stage_id]
+        ops = (stream[place].op for place in range(position + 1, len(stream)))
+        layers = (self.executor.entry_layer(op) for op in ops)
+        return next((layer for layer in layers if layer is not None), None)
 
     def _activity(self) -> Activity | None:
         step = self._step
@@ -304,7 +308,7 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         """Where `train_batch()` without an argument reads its batches."""
         self._feed = self._new_feed(batches)
 
-    def _feed_for(self, data_iter: Iterable[Any] | None) -> BatchFeed:
+    def _feed_for(self, data_iter: Iterable[Any] | None) -> BatchFeed[_Shared]:
         if data_iter is not None and (self._feed is None or not self._feed.reads(data_iter)):
             self._feed = self._new_feed(data_iter)
         if self._feed is None:
@@ -314,8 +318,12 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
             )
         return self._feed
 
-    def _new_feed(self, batches: Iterable[Any]) -> BatchFeed:
-        return BatchFeed(batches, self._parse)
+    def _new_feed(self, batches: Iterable[Any]) -> BatchFeed[_Shared]:
+        return BatchFeed(batches, self._parse_shared)
+
+    def _parse_shared(self, samples: Any) -> _Shared:
+        batch = self._parse(samples)
+        return batch, self.replica_share(batch)
 
     def _parse(self, samples: Any) -> StepBatch:
         hf_config = self.module.hf_config

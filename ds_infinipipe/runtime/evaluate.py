@@ -71,18 +71,23 @@ def forward_only(plan: Plan) -> Plan:
 
 
 def run_evaluation(
-    engine: InfiniPipeEngine, plan: Plan, share: StepBatch, whole: StepBatch
+    engine: InfiniPipeEngine,
+    plan: Plan,
+    share: StepBatch,
+    whole: StepBatch,
+    members: Sequence[int],
 ) -> EvaluationReport:
     """Evaluate this replica's share under a plan; a collective over all ranks.
+
+    `members` are the numbers of the share's sequences in `whole`.
 
     Weights and gradients stay as they are, so it may stand between any two training steps.
     """
     step = StepState(engine, forward_only(plan), share)
     engine.executor.loss_block_tokens = plan.loss_block_tokens
     engine.execute_evaluation(step)
-    members = engine.replica_members(whole)
     totals = torch.zeros(len(whole.ids), dtype=torch.float64)
-    totals.index_add_(0, torch.tensor(members, dtype=torch.int64), step.sequence_losses)
+    totals.index_add_(0, torch.tensor(list(members), dtype=torch.int64), step.sequence_losses)
     totals = totals.to(engine.device)
     dist.all_reduce(totals)
     labels = tuple(int(np.count_nonzero(row != IGNORE_INDEX)) for row in whole.labels)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
-
-from ds_infinipipe.runtime.batch import StepBatch
+from typing import Any, Generic, TypeVar
 
 __all__ = ["BatchFeed"]
 
+Batch = TypeVar("Batch")
 
-class BatchFeed:
+
+class BatchFeed(Generic[Batch]):
     """Reads batches one ahead. An error while reading ahead is raised when its batch is due."""
 
-    def __init__(self, batches: Iterable[Any], parse: Callable[[Any], StepBatch]) -> None:
+    def __init__(self, batches: Iterable[Any], parse: Callable[[Any], Batch]) -> None:
         self._source = batches
         self._iterator = iter(batches)
         self._parse = parse
-        self._ahead: StepBatch | Exception | None = None
+        self._ahead: Batch | Exception | None = None
 
     def reads(self, batches: Iterable[Any]) -> bool:
         """True if this feed was made for that very object."""
@@ -32,14 +32,14 @@ class BatchFeed:
         """Drop the batch read ahead, because the source now stands elsewhere."""
         self._ahead = None
 
-    def next(self) -> StepBatch:
+    def next(self) -> Batch:
         """The next batch; raises StopIteration at the end, and DataError for a bad batch."""
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
             raise ahead
         return self._read() if ahead is None else ahead
 
-    def peek(self) -> StepBatch | None:
+    def peek(self) -> Batch | None:
         """The batch after the last one returned, or None where there is none to plan for."""
         if self._ahead is None:
             try:
@@ -48,5 +48,5 @@ class BatchFeed:
                 self._ahead = error
         return None if isinstance(self._ahead, Exception) else self._ahead
 
-    def _read(self) -> StepBatch:
+    def _read(self) -> Batch:
         return self._parse(next(self._iterator))

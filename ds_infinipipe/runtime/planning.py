@@ -31,6 +31,7 @@ from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Plan
 from ds_infinipipe.runtime.agree import raise_together
+from ds_infinipipe.runtime.faults import naming_peer_failures
 
 __all__ = ["PlanService", "PlanWorker", "PlanningReport", "PlanningTask"]
 
@@ -229,10 +230,11 @@ class PlanService:
         Raises what the planner raised, on every rank of every replica, and PlanMismatchError where
         a rank's batch is not the one that was planned.
         """
-        if self._control_pg is None:
-            return self._plan_replica(tuple(lengths), aside)
-        with raise_together("planning", self._control_pg):
-            return self._plan_replica(tuple(lengths), aside)
+        with naming_peer_failures("exchanging a plan"):
+            if self._control_pg is None:
+                return self._plan_replica(tuple(lengths), aside)
+            with raise_together("planning", self._control_pg):
+                return self._plan_replica(tuple(lengths), aside)
 
     def _plan_replica(self, lengths: tuple[int, ...], aside: bool) -> tuple[Plan, PlanningReport]:
         if not lengths:

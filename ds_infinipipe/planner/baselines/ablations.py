@@ -28,7 +28,7 @@ from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.order import pipeline_operations
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.types import PipelinePlan, Plan
+from ds_infinipipe.planner.types import Plan
 
 __all__ = [
     "full_checkpointing",
@@ -187,15 +187,7 @@ def _candidates(workload: Workload, cost: CostModel) -> Iterable[Candidate]:
 def _simulate(candidate: Candidate, cost: CostModel) -> PipelineRun:
     chunking = candidate.chunking
     layout, costs = chunking.memory.layout, chunking.costs
-    pipelines = [
-        PipelinePlan(
-            solved.memory.forward,
-            solved.memory.backward,
-            tuple(tuple(int(c) for c in row) for row in solved.solution.counts(solved.memory)),
-            solved.memory.num_split,
-        )
-        for solved in candidate.pipelines
-    ]
+    pipelines = [solved.plan() for solved in candidate.pipelines]
     operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
     timeline = forecast_streams(streams, costs)
