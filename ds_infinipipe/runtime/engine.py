@@ -279,12 +279,11 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
 
     def _make_sharding(self) -> Sharding:
         layers = [list(layer.parameters()) for layer in self.module.forward_funcs]
-        pg = self.grid.get_data_parallel_group()
-        replica_pg = self.grid.replica_pg if self.module.layout.dp > 1 else None
         if self.module.zero_stage == 3:
-            shards = dist.get_world_size(group=pg)
-            return Zero3Sharding(self.optimizer, layers, shards, replica_pg)
-        return ReplicatedSharding(layers, pg, replica_pg)
+            replica_pg = self.grid.replica_pg if self.module.layout.dp > 1 else None
+            return Zero3Sharding(self.optimizer, layers, self.sp_size, replica_pg)
+        is_alone = self.sp_size * self.module.layout.dp == 1
+        return ReplicatedSharding(layers, None if is_alone else self.grid.gradient_pg)
 
     def _make_plan_service(self) -> PlanService:
         task = self.planning_task = PlanningTask(

@@ -98,13 +98,19 @@ class StageExecutor:
         return None
 
     def forward(
-        self, chunk: int, given: ChunkInput, recompute: int, following: int | None = None
+        self,
+        chunk: int,
+        given: ChunkInput,
+        recompute: int,
+        following: int | None = None,
+        is_final: bool = False,
     ) -> torch.Tensor | None:
         """Run a chunk; the first `recompute` decoder layers keep only their input.
 
-        `following` is the layer the stage needs next, which is gathered meanwhile. Returns the
-        stage's output `[1, T, E]`, or None on the last stage, where the loss and its gradient are
-        computed at once.
+        `following` is the layer the stage needs next, which is gathered meanwhile; `is_final` the
+        step's last forward, after which the head has its gradient. Returns the stage's output
+        `[1, T, E]`, or None on the last stage, where the loss and its gradient are computed at
+        once.
         """
         record = self._in_flight[chunk] = _InFlight(given.context)
         hidden = given.hidden_1TE
@@ -118,6 +124,8 @@ class StageExecutor:
             elif isinstance(layer, HeadLayer):
                 assert hidden is not None
                 record.hidden_gradient = self._head(index, hidden, given)
+                if is_final:
+                    self._sharding.settle(index)
                 hidden = None
             else:
                 assert hidden is not None
@@ -149,11 +157,15 @@ class StageExecutor:
         return hidden
 
     def backward(
-        self, chunk: int, output_gradient: torch.Tensor | None, following: int | None = None
+        self,
+        chunk: int,
+        output_gradient: torch.Tensor | None,
+        following: int | None = None,
+        is_final: bool = False,
     ) -> torch.Tensor | None:
         """Backpropagate a chunk; returns the gradient of the stage's input, None on the first.
 
-        `following` as in `forward`.
+        `following` as in `forward`; `is_final` is the step's last backward.
         """
         record = self._in_flight.pop(chunk)
         gradient = output_gradient if record.hidden_gradient is None else record.hidden_gradient
@@ -164,6 +176,8 @@ class StageExecutor:
             self._fetch(segment.layer, upcoming)
             gradient = self._backward_segment(record.context, segment, gradient)
             self._sharding.reduce(segment.layer)
+            if is_final:
+                self._sharding.settle(segment.layer)
             self._release(segment.layer, upcoming)
         self._sharding.flush()
         return gradient

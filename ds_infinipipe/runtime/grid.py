@@ -30,6 +30,7 @@ class InfiniPipeGrid(PipelineParallelGrid):
     backward_pg: Any
     tied_pg: Any
     replica_pg: Any
+    gradient_pg: Any
     plan_pg: Any
     control_pg: Any
     replica: int
@@ -68,6 +69,11 @@ class InfiniPipeGrid(PipelineParallelGrid):
             pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
             if self.global_rank in ranks:
                 self.replica_pg = pg
+        for stage in range(self._topo.get_dim("pipe")):
+            ranks = self._topo.get_axis_list("pipe", stage)
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.gradient_pg = pg
         for replica in range(self._topo.get_dim("replica")):
             ranks = self._topo.get_axis_list("replica", replica)
             pg = torch_dist.new_group(ranks=ranks, backend="gloo", timeout=timeout)

@@ -28,7 +28,9 @@ def forward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position: 
     given = step.chunk_input(instruction.chunk)
     with step.span(instruction):
         following = engine.upcoming_layer(position)
-        output = engine.executor.forward(instruction.chunk, given, instruction.recompute, following)
+        output = engine.executor.forward(
+            instruction.chunk, given, instruction.recompute, following, step.is_final(position)
+        )
     if output is not None:
         step.outputs[instruction.chunk] = output
 
@@ -52,7 +54,9 @@ def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position:
     given = step.output_gradient(instruction.chunk)
     with step.span(instruction):
         following = engine.upcoming_layer(position)
-        gradient = engine.executor.backward(instruction.chunk, given, following)
+        gradient = engine.executor.backward(
+            instruction.chunk, given, following, step.is_final(position)
+        )
     step.finish_chunk(instruction.chunk)
     if gradient is not None and not engine.is_first_stage():
         step.gradients[instruction.chunk] = gradient

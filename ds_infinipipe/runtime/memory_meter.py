@@ -70,7 +70,7 @@ _MAKERS: dict[CodeType, StorageKind] = {
     Zero3Sharding.fetch.__code__: StorageKind.GATHERED,
     Zero3Sharding.reduce.__code__: StorageKind.REDUCTION,
     Zero3Sharding.flush.__code__: StorageKind.REDUCTION,
-    ReplicatedSharding.finish_gradients.__code__: StorageKind.REDUCTION,
+    ReplicatedSharding._gradients_of.__code__: StorageKind.REDUCTION,
     linear_cross_entropy_sum.__code__: StorageKind.LOSS,
     StageExecutor._head.__code__: StorageKind.LOSS,
     StageExecutor._recompute.__code__: StorageKind.ACTIVATIONS,

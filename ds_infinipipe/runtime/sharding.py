@@ -9,15 +9,22 @@ lose gradients silently. `ReplicatedSharding` is ZeRO-0: nothing is partitioned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 
-from ds_infinipipe.runtime.surface import check_zero3_optimizer
+from ds_infinipipe.runtime.gradient_sum import GradientSum, join_neighbours, owned_parameters
+from ds_infinipipe.runtime.surface import (
+    check_zero3_optimizer,
+    gradient_partition,
+    reduce_pending_gradients,
+)
 
 __all__ = ["ReplicatedSharding", "Sharding", "Zero3Sharding"]
 
@@ -50,6 +57,12 @@ class Sharding(Protocol):
     def flush(self) -> None:
         """Reduce what is pending; needed before a parameter gets its next gradient."""
 
+    def settle(self, layer: int) -> None:
+        """The layer has its last gradient of the step: start to sum it over the replicas.
+
+        Called from the last layer to the first; layers that are left out follow at the end.
+        """
+
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
         """Complete the gradients of the step; `tied` is this stage's copy of a tied weight."""
 
@@ -68,14 +81,22 @@ class Zero3Sharding:
     ) -> None:
         check_zero3_optimizer(optimizer)
         self._optimizer = optimizer
-        self._replica_pg = replica_pg
         self._layers = [list(parameters) for parameters in layers]
         self._in_flight: dict[int, Any] = {}
         self.loss_multiplier = float(shard_size)  # reduce-scatter divides by the group size
-        self.counts = {"gather": 0, "reduce": 0}
+        self.counts = {"gather": 0, "reduce": 0, "sum": 0}
+        self._sum = None if replica_pg is None else self._make_sum(replica_pg)
         optimizer.parameter_offload._remove_module_hooks()
         for hook in [*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks]:
             hook.remove()
+
+    def _make_sum(self, replica_pg: Any) -> GradientSum:
+        buffer = self._optimizer.grad_partitions_flat_buffer
+        runs = [
+            join_neighbours([gradient_partition(self._optimizer, p) for p in owned], buffer)
+            for owned in owned_parameters(self._layers)
+        ]
+        return GradientSum(len(runs), runs.__getitem__, replica_pg)
 
     def begin_step(self) -> None:
         # The optimizer copies a partition when micro_step_id is 0 and adds otherwise. Parameters
@@ -84,6 +105,8 @@ class Zero3Sharding:
         self._optimizer.grad_partitions_flat_buffer.zero_()
         self._optimizer.micro_step_id = 1
         self._optimizer._epilogue_ran_this_backward = False
+        if self._sum is not None:
+            self._sum.begin_step()
 
     def prefetch(self, layer: int) -> None:
         if layer in self._in_flight:
@@ -110,26 +133,28 @@ class Zero3Sharding:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(parameter)
 
     def flush(self) -> None:
-        self._optimizer.independent_gradient_partition_epilogue()
-        self._optimizer._epilogue_ran_this_backward = False
-        self._optimizer.micro_step_id += 1
+        # The next gradient of a parameter only needs the bucket to be empty. The stream of the
+        # reductions keeps their order, so the host does not wait for it before the step's end.
+        reduce_pending_gradients(self._optimizer)
         self.counts["reduce"] += 1
 
-    def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
-        self.flush()  # also where a replica had nothing to do, as it fills averaged_gradients
-        if tied is not None:
-            self._sum_tied(tied, tied_pg)
-        if self._replica_pg is not None:
-            # all gradient partitions are views of this one buffer
-            dist.all_reduce(self._optimizer.grad_partitions_flat_buffer, group=self._replica_pg)
+    def settle(self, layer: int) -> None:
+        if self._sum is None:
+            return
+        self.flush()
+        # behind the layer's reduction, which is queued in this stream
+        with get_accelerator().stream(self._optimizer.reduce_and_partition_stream):
+            self._sum.start(layer)
 
-    def _sum_tied(self, tied: torch.nn.Parameter, tied_pg: Any) -> None:
-        for group, parameters in enumerate(self._optimizer.fp16_groups):
-            for place, parameter in enumerate(parameters):
-                if parameter is tied:
-                    # both copies are partitioned alike, so partitions pair up by shard index
-                    partition = self._optimizer.averaged_gradients[group][place]
-                    dist.all_reduce(partition, group=tied_pg)
+    def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
+        # also where a replica had nothing to do, as it fills averaged_gradients
+        self._optimizer.independent_gradient_partition_epilogue()
+        if self._sum is not None:
+            self._sum.finish()
+            self.counts["sum"] = self._sum.started
+        if tied is not None:
+            # both copies are partitioned alike, so partitions pair up by shard index
+            dist.all_reduce(gradient_partition(self._optimizer, tied), group=tied_pg)
 
     def gradients_are_finite(self) -> bool:
         return _is_finite(self._optimizer.grad_partitions_flat_buffer)
@@ -141,15 +166,17 @@ class Zero3Sharding:
 class ReplicatedSharding:
     """ZeRO-0: every rank of a stage holds all parameters; gradients are summed once per step."""
 
-    def __init__(self, layers: Layers, shard_pg: Any, replica_pg: Any = None) -> None:
-        unique = {id(p): p for parameters in layers for p in parameters}
-        self._parameters = list(unique.values())
-        self._groups = [pg for pg in (shard_pg, replica_pg) if pg is not None]
+    def __init__(self, layers: Layers, gradient_pg: Any) -> None:
+        """`gradient_pg` has all ranks of the stage in all replicas; None where this is the one."""
+        self._owned = owned_parameters(layers)
+        self._sum = GradientSum(len(self._owned), self._gradients_of, gradient_pg)
+        self._is_alone = gradient_pg is None
         self.loss_multiplier = 1.0
-        self.counts = {"gather": 0, "reduce": 0}
+        self.counts = {"gather": 0, "reduce": 0, "sum": 0}
 
     def begin_step(self) -> None:
-        for parameter in self._parameters:
+        self._sum.begin_step()
+        for parameter in self._parameters():
             parameter.grad = None
 
     def prefetch(self, layer: int) -> None:
@@ -167,18 +194,31 @@ class ReplicatedSharding:
     def flush(self) -> None:
         """Nothing is pending before the end of the step."""
 
+    def settle(self, layer: int) -> None:
+        if not self._is_alone:
+            self._sum.start(layer)
+
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            for pg in self._groups:
-                dist.all_reduce(parameter.grad, group=pg)
-                self.counts["reduce"] += 1
+        for layer in range(len(self._owned)):
+            self._gradients_of(layer)
+        if not self._is_alone:
+            self._sum.finish()
+            self.counts["sum"] = self._sum.started
         if tied is not None:
             dist.all_reduce(tied.grad, group=tied_pg)
 
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return itertools.chain.from_iterable(self._owned)
+
+    def _gradients_of(self, layer: int) -> list[torch.Tensor]:
+        """Those of the layer's own parameters; zeros where a replica had nothing to do."""
+        for parameter in self._owned[layer]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [p.grad for p in self._owned[layer] if p.grad is not None]
+
     def gradients_are_finite(self) -> bool:
-        return all(_is_finite(p.grad) for p in self._parameters if p.grad is not None)
+        return all(_is_finite(p.grad) for p in self._parameters() if p.grad is not None)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None

@@ -39,6 +39,8 @@ class StepState:
         self.entered_s = time.monotonic()
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
+        stream = plan.streams[engine.stage_id]
+        self._final_position = {i.op: position for position, i in enumerate(stream)}
         self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)
 
     def chunk_input(self, chunk: int) -> ChunkInput:
@@ -58,6 +60,11 @@ class StepState:
                 exact = torch.promote_types(engine.module.dtype, torch.float32)
                 given.weights_T = weights_T.to(engine.device, exact)
         return given
+
+    def is_final(self, position: int) -> bool:
+        """True for the stage's last instruction of its kind in the step."""
+        op = self.plan.streams[self._engine.stage_id][position].op
+        return self._final_position[op] == position
 
     def output_gradient(self, chunk: int) -> torch.Tensor | None:
         """The received gradient of a chunk's output; None on the last stage, which makes it."""

@@ -32,6 +32,8 @@ __all__ = [
     "allow_zero3_with_pipeline",
     "check_surface",
     "check_zero3_optimizer",
+    "gradient_partition",
+    "reduce_pending_gradients",
     "skip_shared_memory_build",
 ]
 
@@ -51,6 +53,7 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     ),
     PipelineModule: ("_build", "_partition_layers", "_set_bounds"),
     DeepSpeedZeroOptimizer_Stage3: (
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
         "independent_gradient_partition_epilogue",
         "reduce_ready_partitions_and_remove_grads",
     ),
@@ -60,14 +63,15 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
 }
 
 _OPTIMIZER_ATTRIBUTES = (
+    "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
     "_epilogue_ran_this_backward",
     "_grad_acc_hooks",
     "_leaf_module_hooks",
-    "averaged_gradients",
-    "fp16_groups",
     "grad_partitions_flat_buffer",
+    "ipg_buckets",
     "micro_step_id",
     "parameter_offload",
+    "reduce_and_partition_stream",
 )
 
 
@@ -105,6 +109,22 @@ def check_zero3_optimizer(optimizer: Any) -> None:
             "chunk in flight would keep gathered weights alive; remove 'memory_efficient_linear': "
             "false from zero_optimization, or whatever replaced the function"
         )
+
+
+def gradient_partition(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter's gradient, `[ceil(numel / shards)]`, where steps add it up.
+
+    A view of `grad_partitions_flat_buffer`.
+    """
+    partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    partition: torch.Tensor = partitions[parameter.ds_id]  # type: ignore[attr-defined]
+    return partition
+
+
+def reduce_pending_gradients(optimizer: Any) -> None:
+    """Reduce what is in the stage-3 optimizer's buckets, without waiting for it on the host."""
+    for dtype in sorted(optimizer.ipg_buckets, key=str):
+        optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
 
 def _check_version(package: str, version: str, supported: tuple[str, str]) -> None:

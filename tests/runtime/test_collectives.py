@@ -1,15 +1,20 @@
-"""Gathers are exactly those that the plan's order asks for, also across instructions."""
+"""Gathers and sums are exactly those that the plan's order asks for, also across instructions."""
 
 from __future__ import annotations
 
 import logging
+import time
 import warnings
+from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 
 from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime import selftest
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.gradient_sum import GradientSum, join_neighbours, owned_parameters
 from ds_infinipipe.runtime.selftest import Case
 
 pytestmark = pytest.mark.ranks
@@ -52,3 +57,112 @@ def test_gathers_executed_are_the_gathers_planned(pp: int, sp: int) -> None:
     for counts in run_ranks(_count, pp * sp, Case("llama", pp, sp, steps=3), timeout=90.0):
         for executed, planned in counts:
             assert executed == planned > 0
+
+
+def _watch(engine: InfiniPipeEngine, events: list[str]) -> None:
+    """Note each layer's backward, and each start of a sum, in the order they happen."""
+    executor, total = engine.executor, engine.sharding._sum  # type: ignore[attr-defined]
+    backward, gradients = executor._backward_segment, total._gradients
+
+    def noted_backward(context: Any, segment: Any, gradient: Any) -> Any:
+        events.append(f"B{segment.layer}")
+        return backward(context, segment, gradient)
+
+    def noted_gradients(layer: int) -> Any:
+        events.append(f"sum{layer}")
+        return gradients(layer)
+
+    executor._backward_segment = noted_backward  # type: ignore[method-assign]
+    total._gradients = noted_gradients
+
+
+def _sum_over_replicas(
+    rank: int, case: Case
+) -> list[tuple[int, list[str], list[str], list[torch.Tensor]]]:
+    """For the same step with one replica late or the other: sums, events and gradients."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+    engine = selftest.build_engine(case)
+    batch = selftest.random_batch(case, 0)
+    share = engine.replica_share(batch)
+    plan = selftest.draw_plan(engine, case, share, 0)
+    layers = len(engine.module.forward_funcs)
+    expected = [f"sum{layer}" for layer in reversed(range(layers))]
+    events: list[str] = []
+    _watch(engine, events)
+    found = []
+    for late in range(case.dp):
+        gradients: list[torch.Tensor] = []
+        engine.before_step_hooks[:] = [
+            lambda e, kept=gradients: kept.extend(  # type: ignore[misc]
+                e.sharding.full_gradient(p).clone() for p in e.module.parameters()
+            )
+        ]
+        events.clear()
+        if engine.grid.replica == late:
+            time.sleep(0.2)
+        before = engine.sharding.counts["sum"]
+        engine.train_plan(plan, share, whole=batch)
+        found.append((engine.sharding.counts["sum"] - before, list(events), expected, gradients))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", 2, 1, 2, num_sequences=4, learning_rate=0.0),
+        Case("qwen2", 1, 2, 2, tied=True, num_sequences=4, learning_rate=0.0, seed=1),
+        Case("llama", 1, 1, 2, num_sequences=1, learning_rate=0.0),
+    ],
+)
+def test_each_layer_is_summed_over_replicas_once_and_before_the_layers_below(case: Case) -> None:
+    world_size = case.pp * case.sp * case.dp
+    for steps in run_ranks(_sum_over_replicas, world_size, case, timeout=90.0):
+        for started, events, expected, _ in steps:
+            assert started == len(expected), "a layer's partitions are one stretch of the buffer"
+            sums = [event for event in events if event.startswith("sum")]
+            assert sums == expected
+            if "B1" in events:
+                last = len(events) - 1 - events[::-1].index("B0" if "B0" in events else "B1")
+                assert sums[-2] in events[:last], "nothing ran beside the last layer's backward"
+        first, second = (gradients for *_, gradients in steps)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_owned_parameters_belong_to_the_layer_whose_backward_comes_last() -> None:
+    tied, norm, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    owned = owned_parameters([[tied], [other], [norm, tied]])
+    assert [[id(p) for p in layer] for layer in owned] == [[id(tied)], [id(other)], [id(norm)]]
+
+
+def test_views_that_touch_are_summed_as_one() -> None:
+    buffer = torch.arange(10.0)
+    views = [buffer[4:6], buffer[0:2], buffer[2:4], buffer[7:9]]
+    runs = join_neighbours(views, buffer)
+    assert [run.tolist() for run in runs] == [[0, 1, 2, 3, 4, 5], [7, 8]]
+
+
+@pytest.mark.parametrize("calls", [[], [2, 1, 0], [1], [0], [2, 0], [2, 2]])
+def test_sums_start_from_the_last_layer_whatever_is_asked_for(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[float] = []
+
+    class Work:
+        def wait(self) -> None:
+            order.append(-1.0)
+
+    def all_reduce(tensor: torch.Tensor, group: Any, async_op: bool) -> Work:
+        order.append(float(tensor))
+        return Work()
+
+    monkeypatch.setattr("ds_infinipipe.runtime.gradient_sum.dist.all_reduce", all_reduce)
+    total = GradientSum(3, lambda layer: [torch.tensor(float(layer))], None)
+    for _ in range(2):
+        order.clear()
+        total.begin_step()
+        for layer in calls:
+            total.start(layer)
+        total.finish()
+        assert order == [2.0, 1.0, 0.0, -1.0, -1.0, -1.0]

@@ -1,0 +1,79 @@
+"""Sums gradients over the replicas layer by layer, while the layers below are still in backward.
+
+A layer's gradients are final after its backward in the last chunk. From then on its sum can run
+beside the backward of the layers below, on a communicator of its own, so that it cannot get between
+the gathers and reductions of the stage in another order on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+
+__all__ = ["GradientSum", "join_neighbours", "owned_parameters"]
+
+
+class GradientSum:
+    """One step's sums, started in one order on every rank: from the last layer to the first.
+
+    A replica without work starts the same sums at its end. Addition has no order of its own, so the
+    result does not depend on who comes when.
+    """
+
+    def __init__(
+        self, num_layers: int, gradients: Callable[[int], Sequence[torch.Tensor]], pg: Any
+    ) -> None:
+        """`gradients(layer)` are the tensors to add up over the ranks of `pg`, in place."""
+        self._num_layers = num_layers
+        self._gradients = gradients
+        self._pg = pg
+        self._next = num_layers - 1
+        self._pending: list[Any] = []
+        self.started = 0
+        """All-reduces since this was built."""
+
+    def begin_step(self) -> None:
+        """Start again from the last layer."""
+        self._next = self._num_layers - 1
+        self._pending.clear()
+
+    def start(self, layer: int) -> None:
+        """Start the sums of this layer and of those above it that have not started."""
+        while self._next >= layer:
+            for gradient in self._gradients(self._next):
+                self._pending.append(dist.all_reduce(gradient, group=self._pg, async_op=True))
+                self.started += 1
+            self._next -= 1
+
+    def finish(self) -> None:
+        """Start what has not started, and wait for all; raises where a peer failed."""
+        self.start(0)
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
+def owned_parameters(
+    layers: Sequence[Sequence[torch.nn.Parameter]],
+) -> list[list[torch.nn.Parameter]]:
+    """Each parameter once, at the layer whose backward comes last: the first that has it."""
+    seen: set[int] = set()
+    owned = []
+    for parameters in layers:
+        owned.append([p for p in parameters if id(p) not in seen])
+        seen.update(id(p) for p in parameters)
+    return owned
+
+
+def join_neighbours(views: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a flat buffer in its order, those that touch made one."""
+    runs: list[tuple[int, int]] = []
+    for view in sorted(views, key=lambda view: view.storage_offset()):
+        start = view.storage_offset() - buffer.storage_offset()
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, view.storage_offset() - buffer.storage_offset() + view.numel()))
+    return [buffer.narrow(0, start, end - start) for start, end in runs]
