@@ -31,13 +31,17 @@ def break_down(
     """Shares of the chunks' predicted times that are communication and recomputation."""
     tokens, areas = chunk_sizes(chunks)
     layer_s = cost.recompute_times(tokens, areas)
+    split_s = cost.split_times(tokens, areas)
     recomputed = np.zeros(len(chunks))
-    for stream in streams:
+    communication_s = sum(cost.layout.stage_layers) * float(
+        cost.communication_times(tokens, areas).sum()
+    )
+    for stream, layers in zip(streams, cost.layout.stage_layers, strict=True):
         for instruction in stream:
-            if instruction.op is Op.BACKWARD:
+            if instruction.op.makes_gradient:
                 recomputed[instruction.chunk] += instruction.recompute
-    num_layers = sum(cost.layout.stage_layers)
-    communication_s = num_layers * float(cost.communication_times(tokens, areas).sum())
+            elif instruction.op is Op.BACKWARD_WEIGHT:
+                communication_s += layers * float(split_s[instruction.chunk])
     return Breakdown(
         communication_s / len(streams), float((recomputed * layer_s).sum()) / len(streams)
     )

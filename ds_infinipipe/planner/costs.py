@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 
 _ALL2ALLS_PER_LAYER = 4  # q, k, v, output; the backward has the same four
 _ATTENTION_BACKWARD_FLOPS = 2.5  # times the forward's: flash attention recomputes the scores
+_WEIGHT_OVERHEAD = 0.5  # of a forward's fixed cost: seven kernels and sums of about thirty
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class ChunkCosts:
     """[n], of one layer."""
     p2p_s: Floats
     """[n]"""
+    input_s: Floats | None = None
+    """[pp, n], the gradient of the input alone (I), without recompute; None where none is split."""
+    weight_s: Floats | None = None
+    """[pp, n], the gradients of the weights alone (W)."""
 
 
 def analytic_coefficients(
@@ -168,6 +173,8 @@ class CostModel:
             backward_s=layers * self._layer_backward(tokens, areas)[None, :],
             recompute_s=self.recompute_times(tokens, areas),
             p2p_s=self._p2p_token_s * tokens + self._p2p_latency_s,
+            input_s=layers * self._layer_input(tokens, areas)[None, :],
+            weight_s=layers * self._layer_weight(tokens)[None, :],
         )
 
     def recompute_times(self, tokens: Floats, areas: Floats) -> Floats:
@@ -185,6 +192,12 @@ class CostModel:
         both = self._layer_forward(tokens, areas) + self._layer_backward(tokens, areas)
         compute = self._forward_compute(tokens, areas) + self._backward_compute(tokens, areas)
         return both - compute
+
+    def split_times(self, tokens: Floats, areas: Floats) -> Floats:
+        """What I and W of one layer wait longer for gathers than its B does."""
+        halves = self._layer_input(tokens, areas) + self._layer_weight(tokens)
+        whole = self._layer_backward(tokens, areas) + self._weight_overhead_s
+        return np.asarray(halves - whole)
 
     def _forward_compute(self, tokens: Floats, areas: Floats) -> Floats:
         c = self.coefficients
@@ -204,6 +217,20 @@ class CostModel:
     def _layer_backward(self, tokens: Floats, areas: Floats) -> Floats:
         compute = self._backward_compute(tokens, areas)
         return self._with_gather(compute, 2 * self.coefficients.gather_s) + self._all2all(tokens)
+
+    def _layer_input(self, tokens: Floats, areas: Floats) -> Floats:
+        """I: the backward but for the weights' half of the linear work; it gathers the layer."""
+        compute = self._backward_compute(tokens, areas) - self.coefficients.linear_s * tokens
+        return self._with_gather(compute, self.coefficients.gather_s) + self._all2all(tokens)
+
+    def _layer_weight(self, tokens: Floats) -> Floats:
+        """W: the other half, and the reduce-scatter; the fixed cost is on top of the backward's."""
+        compute = self.coefficients.linear_s * tokens + self._weight_overhead_s
+        return self._with_gather(compute, self.coefficients.gather_s)
+
+    @property
+    def _weight_overhead_s(self) -> float:
+        return _WEIGHT_OVERHEAD * self.coefficients.overhead_forward_s
 
     def _with_gather(self, compute: Floats, gather_s: float) -> Floats:
         hidden = self.coefficients.gather_overlap * np.minimum(compute, gather_s)

@@ -25,4 +25,6 @@ def forecast_streams(streams: Sequence[Sequence[Instruction]], costs: ChunkCosts
         backward_s=costs.backward_s,
         recompute_s=costs.recompute_s,
         p2p_s=costs.p2p_s,
+        input_s=costs.input_s,
+        weight_s=costs.weight_s,
     )

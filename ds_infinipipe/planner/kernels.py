@@ -2,7 +2,7 @@
 
 Only schedule_arrays.py and memory_arrays.py call these, with arrays whose types match; importing
 this file imports numba and compiles or loads the kernels, so it is done late. An operation is an
-int64: k >= 0 is the forward of chunk k, -(k + 1) its backward. p counts stages, n chunks, m
+int64 as codes.py has it; only simulation and peaks know I and W. p counts stages, n chunks, m
 operations of a stage, bytes are int64, times float64 seconds. The readable specifications are
 order.py, simulate.py, MemoryModel.peak_bytes and rows.py; tests compare all results with them.
 """
@@ -17,10 +17,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_infinipipe.planner.codes import NOTHING, SPLIT
+
 __all__ = [
     "binding_rows",
     "build_operations",
     "compiled",
+    "input_transient",
     "peak_bytes",
     "scan_moments",
     "simulate_operations",
@@ -83,18 +86,23 @@ def build_operations(
     return operations, -1, -1
 
 
-@compiled("(int64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1], float64[::1])")
+_TIMES = ", ".join(["float64[:,::1]"] * 5)
+
+
+@compiled(f"(int64[:,::1], {_TIMES}, float64[::1])")
 def simulate_operations(
     operations: IntArray,
     forward_s: FloatArray,
     backward_s: FloatArray,
+    input_s: FloatArray,
+    weight_s: FloatArray,
     recompute_s: FloatArray,
     p2p_s: FloatArray,
 ) -> tuple[FloatArray, FloatArray, FloatArray, IntArray]:
     """Starts and ends [p, m], busy times [p], operations done [p]: fewer than m is a deadlock.
 
-    `forward_s`, `backward_s` and `recompute_s` are [p, n]; the last is the recompute time of all
-    its layers. Added apart, in this order, so that sums round as those of simulate.py do.
+    Times of F, B, I and W and `recompute_s` are [p, n]; the last is the recompute time of all its
+    layers. Added apart, in this order, so that sums round as those of simulate.py do.
     """
     stages, length = operations.shape
     chunks = p2p_s.size
@@ -113,20 +121,29 @@ def simulate_operations(
             clock, at = clock_s[stage], done[stage]
             while at < length:
                 operation = operations[stage, at]
-                is_forward = operation >= 0
-                chunk = operation if is_forward else -operation - 1
-                arrival = activation_s[stage, chunk] if is_forward else gradient_s[stage, chunk]
-                if arrival < 0.0:
-                    break
-                start = max(arrival, clock)
-                if is_forward:
-                    clock = start + forward_s[stage, chunk]
+                start = clock
+                if operation >= SPLIT:
+                    if operation != NOTHING:
+                        clock = start + weight_s[stage, operation - SPLIT]
+                elif operation >= 0:
+                    arrival = activation_s[stage, operation]
+                    if arrival < 0.0:
+                        break
+                    start = max(arrival, clock)
+                    clock = start + forward_s[stage, operation]
                     if stage + 1 < stages:
-                        activation_s[stage + 1, chunk] = clock + p2p_s[chunk]
+                        activation_s[stage + 1, operation] = clock + p2p_s[operation]
                     else:
-                        gradient_s[stage, chunk] = clock
+                        gradient_s[stage, operation] = clock
                 else:
-                    clock = start + backward_s[stage, chunk] + recompute_s[stage, chunk]
+                    is_split = operation < -SPLIT
+                    chunk = -operation - 1 - SPLIT if is_split else -operation - 1
+                    arrival = gradient_s[stage, chunk]
+                    if arrival < 0.0:
+                        break
+                    start = max(arrival, clock)
+                    own_s = input_s[stage, chunk] if is_split else backward_s[stage, chunk]
+                    clock = start + own_s + recompute_s[stage, chunk]
                     if stage > 0:
                         gradient_s[stage - 1, chunk] = clock + p2p_s[chunk]
                 start_s[stage, at] = start
@@ -138,10 +155,27 @@ def simulate_operations(
     return start_s, end_s, busy_s, done
 
 
+@compiled("int64(int64, int64, int64[::1])")
+def input_transient(layers: int, count: int, figures: IntArray) -> int:
+    """MemoryModel.input_transient from its input_figures."""
+    growth, rebuilt, absent, workspace = figures
+    kept, last = layers - count, layers - 1
+    most = np.int64(-(2**62))
+    if kept > 0:
+        most = max(-last * absent, (kept - 1) * growth - count * absent)
+    if count > 0:
+        first = kept * growth + rebuilt - (last - kept) * absent
+        most = max(most, first, last * growth + (last - kept + 1) * rebuilt)
+    return int(most + workspace)
+
+
 _MEMORY = "int64[:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[::1], "
 
 
-@compiled(f"({_MEMORY} int64[:,:,:,::1], int64[::1], int64[:,::1])")
+@compiled(
+    f"({_MEMORY} int64[:,:,:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1],"
+    "int64[:,:,::1])"
+)
 def peak_bytes(
     operations: IntArray,
     static: IntArray,
@@ -152,12 +186,17 @@ def peak_bytes(
     transients: IntArray,
     layers: IntArray,
     counts: IntArray,
+    stashed: IntArray,
+    weight_transient: IntArray,
+    input_figures: IntArray,
 ) -> IntArray:
     """Peaks [p] when stage p recomputes counts[p, k] layers of chunk k (Eq. 8).
 
     With nothing recomputed F(k) adds entered[p, k], B(k) adds gradient[p, k] at its start and
     removes released[p, k] at its end; each recomputed layer keeps saving[k] less. `transients` are
-    [F or B, none or some or all layers recomputed, p, n], `layers` [p].
+    [F or B, none or some or all layers recomputed, p, n], `layers` [p]. I(k) also adds stashed[p,
+    k] at its end, which W(k) removes; `input_figures` are [p, n, 4]. Without I and W in the
+    operations the last three may be of any size.
     """
     stages, length = operations.shape
     peaks = static.copy()
@@ -165,15 +204,30 @@ def peak_bytes(
         current = peak = np.int64(0)
         for at in range(length):
             operation = operations[stage, at]
+            if operation >= SPLIT:
+                if operation != NOTHING:
+                    chunk = operation - SPLIT
+                    peak = max(peak, current + weight_transient[stage, chunk])
+                    current -= stashed[stage, chunk]
+                continue
             is_backward = 1 if operation < 0 else 0
+            is_split = operation < -SPLIT
             chunk = -operation - 1 if operation < 0 else operation
+            if is_split:
+                chunk -= SPLIT
             count = counts[stage, chunk]
             saved = count * saving[chunk]
             current += gradient[stage, chunk] if is_backward else entered[stage, chunk] - saved
-            extent = 0 if count == 0 else 1 if count < layers[stage] else 2
-            peak = max(peak, current + transients[is_backward, extent, stage, chunk])
+            if is_split:
+                transient = input_transient(layers[stage], count, input_figures[stage, chunk])
+            else:
+                extent = 0 if count == 0 else 1 if count < layers[stage] else 2
+                transient = transients[is_backward, extent, stage, chunk]
+            peak = max(peak, current + transient)
             if is_backward:
                 current -= released[stage, chunk] - saved
+            if is_split:
+                current += stashed[stage, chunk]
         peaks[stage] += peak
     return peaks
 

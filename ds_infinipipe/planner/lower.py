@@ -2,7 +2,8 @@
 
 A stage's stream reads `RECV_F1 F0 SEND_F0 RECV_B0 F1 SEND_F1 B0 ... STEP`. Receives are posted one
 compute operation before the one that consumes them, so that the transfer runs under it; sends
-follow their producer at once. Both are asynchronous: a stage waits only where it consumes.
+follow their producer at once. Both are asynchronous: a stage waits only where it consumes. W
+consumes nothing and sends nothing, so it does not count as the one before.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def lower_plan(
     recompute = _recompute_by_chunk(pipelines, layout.pp)
     for stage, stage_operations in enumerate(operations):
         _check_known(stage, stage_operations, recompute[stage], len(chunks))
-    for op in (Op.FORWARD, Op.BACKWARD):
-        _check_same_order(op, operations)
+    _check_same_order("F", [[c for op, c in row if op is Op.FORWARD] for row in operations])
+    _check_same_order("B", [[c for op, c in row if op.makes_gradient] for row in operations])
     return tuple(
         _lower_stage(stage, layout.pp, stage_operations, recompute[stage])
         for stage, stage_operations in enumerate(operations)
@@ -46,13 +47,16 @@ def lower_plan(
 def _lower_stage(
     stage: int, pp: int, operations: Sequence[tuple[Op, int]], recompute: Mapping[int, int]
 ) -> tuple[Instruction, ...]:
-    stream: list[Instruction] = []
-    receives = [_receive_for(stage, pp, op, chunk) for op, chunk in operations]
-    stream.extend(receives[0] if receives else ())
-    for index, (op, chunk) in enumerate(operations):
-        if index + 1 < len(receives):
-            stream.extend(receives[index + 1])
-        stream.append(Instruction(op, chunk, recompute[chunk]))
+    fed = [(op, chunk) for op, chunk in operations if op is not Op.BACKWARD_WEIGHT]
+    receives = [_receive_for(stage, pp, op, chunk) for op, chunk in fed]
+    stream = list(receives[0]) if receives else []
+    done = 0
+    for op, chunk in operations:
+        if op is not Op.BACKWARD_WEIGHT:
+            done += 1
+            stream.extend(receives[done] if done < len(receives) else ())
+        layers = recompute[chunk] if op.may_recompute else 0
+        stream.append(Instruction(op, chunk, layers))
         stream.extend(_send_after(stage, pp, op, chunk))
     stream.append(Instruction(Op.STEP))
     return tuple(stream)
@@ -61,7 +65,7 @@ def _lower_stage(
 def _receive_for(stage: int, pp: int, op: Op, chunk: int) -> tuple[Instruction, ...]:
     if op is Op.FORWARD and stage > 0:
         return (Instruction(Op.RECV_ACTIVATION, chunk),)
-    if op is Op.BACKWARD and stage < pp - 1:
+    if op.makes_gradient and stage < pp - 1:
         return (Instruction(Op.RECV_GRADIENT, chunk),)
     return ()
 
@@ -69,7 +73,7 @@ def _receive_for(stage: int, pp: int, op: Op, chunk: int) -> tuple[Instruction, 
 def _send_after(stage: int, pp: int, op: Op, chunk: int) -> tuple[Instruction, ...]:
     if op is Op.FORWARD and stage < pp - 1:
         return (Instruction(Op.SEND_ACTIVATION, chunk),)
-    if op is Op.BACKWARD and stage > 0:
+    if op.makes_gradient and stage > 0:
         return (Instruction(Op.SEND_GRADIENT, chunk),)
     return ()
 
@@ -87,9 +91,9 @@ def _check_known(
     stage: int, operations: Sequence[tuple[Op, int]], known: Mapping[int, int], num_chunks: int
 ) -> None:
     for op, chunk in operations:
-        if op not in (Op.FORWARD, Op.BACKWARD):
+        if not op.is_compute:
             raise ScheduleError(
-                f"stage {stage} lists {op.value}{chunk}: only F and B are compute operations"
+                f"stage {stage} lists {op.value}{chunk}: only F, B, I and W are compute operations"
             )
         if chunk not in known or not 0 <= chunk < num_chunks:
             raise ScheduleError(
@@ -98,15 +102,15 @@ def _check_known(
             )
 
 
-def _check_same_order(op: Op, operations: Sequence[Sequence[tuple[Op, int]]]) -> None:
-    first = [chunk for kind, chunk in operations[0] if kind is op]
-    for stage, stage_operations in enumerate(operations[1:], start=1):
-        own = [chunk for kind, chunk in stage_operations if kind is op]
+def _check_same_order(name: str, orders: Sequence[Sequence[int]]) -> None:
+    """`orders[stage]`: chunks in the order of their F, or of their B and I."""
+    first = orders[0]
+    for stage, own in enumerate(orders[1:], start=1):
         if own != first:
             pairs = enumerate(zip(own, first, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(first)))
             raise ScheduleError(
-                f"stage {stage} runs its {op.value} in another order than stage 0 "
+                f"stage {stage} runs its {name} in another order than stage 0 "
                 f"({len(own)} against {len(first)} of them, first difference at number {at}): "
                 "channels are first in, first out, so all stages need one order"
             )

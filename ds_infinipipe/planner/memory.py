@@ -7,7 +7,6 @@ an arena of the whole sequence, apart from the activations; see `MemoryModel.are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,92 +14,14 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
+from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
 from ds_infinipipe.planner.specs import Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk, Op, Slice
 
-__all__ = ["MemoryModel", "RecomputeCounts", "SavedTensor", "saved_tensors"]
+__all__ = ["MemoryModel", "RecomputeCounts"]
 
 RecomputeCounts = Mapping[int, int] | Sequence[int] | NDArray[np.int64]
 """Recomputed layers by chunk id."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor that a decoder layer keeps from its forward to its backward."""
-
-    name: str
-    width: int
-    """Elements per token, summed over the sp ranks."""
-    element_bytes: int
-    is_kv: bool = False
-    """K or V: those of a cut sequence are in the arena instead."""
-    is_late: bool = False
-    """Made after attention, so gone when attention's backward runs."""
-
-    @property
-    def token_bytes(self) -> int:
-        return self.width * self.element_bytes
-
-
-def saved_tensors(model: ModelSpec, sp: int) -> tuple[SavedTensor, ...]:
-    """What one decoder layer keeps when it is not recomputed.
-
-    With fused kernels: e (7 D + 2 D_kv + 3 F) bytes per token, the paper's M_token / L. Plain
-    Hugging Face layers also keep the normalised norm inputs, silu(gate), the statistics of norms
-    and attention, and, below four bytes an element, a float32 copy of either norm input (instead
-    of the second one itself). Head-sharded tensors are as wide as the padded or replicated heads.
-    Without an all-to-all (sp 1) the attention output is o_proj's input; the paper's figure counts
-    two tensors, so fused kernels do too.
-    """
-    size, hidden, ffn = model.dtype_bytes, model.hidden_size, model.ffn_size
-    query = sp * local_heads(model, sp) * model.head_dim
-    kv = sp * local_kv_heads(model, sp) * model.head_dim
-    is_half, is_plain = size < 4, not model.fused_kernels
-    tensors = [
-        SavedTensor("layer input", hidden, size),
-        SavedTensor("norm1 output", hidden, size),
-        SavedTensor("query", query, size),
-        SavedTensor("key", kv, size, is_kv=True),
-        SavedTensor("value", kv, size, is_kv=True),
-        SavedTensor("attention output", query, size),
-        SavedTensor("o_proj input", model.query_size, size),
-        SavedTensor("norm2 input", hidden, size, is_late=True),
-        SavedTensor("norm2 output", hidden, size, is_late=True),
-        SavedTensor("gate", ffn, size, is_late=True),
-        SavedTensor("up", ffn, size, is_late=True),
-        SavedTensor("product", ffn, size, is_late=True),
-    ]
-    if is_plain:
-        unkept = {"o_proj input"} if sp == 1 else set()
-        unkept |= {"norm2 input"} if is_half else set()
-        tensors = [t for t in tensors if t.name not in unkept]
-        tensors += [
-            SavedTensor("norm1 normalised", hidden, size),
-            SavedTensor("norm2 normalised", hidden, size, is_late=True),
-            SavedTensor("silu(gate)", ffn, size, is_late=True),
-            SavedTensor("norm statistics", 2, 4),
-            SavedTensor("log-sum-exp", sp * local_heads(model, sp), 4),
-        ]
-    if is_plain and is_half:
-        tensors += [
-            SavedTensor("norm1 input in float32", hidden, 4),
-            SavedTensor("norm2 input in float32", hidden, 4, is_late=True),
-        ]
-    return tuple(tensors) + _head_norm_tensors(model)
-
-
-def _head_norm_tensors(model: ModelSpec) -> tuple[SavedTensor, ...]:
-    """Norms of every query and key head (Qwen3), which run before the all-to-all."""
-    if not model.has_head_norms:
-        return ()
-    width, size = model.query_size + model.kv_size, model.dtype_bytes
-    if model.fused_kernels:
-        return (SavedTensor("head norm inputs", width, size),)
-    return (
-        SavedTensor("head norm inputs", width, max(4, size)),
-        SavedTensor("head norm normalised", width, size),
-        SavedTensor("head norm statistics", model.num_heads + model.num_kv_heads, 4),
-    )
 
 
 class MemoryModel:
@@ -135,6 +56,7 @@ class MemoryModel:
         self._late_token_bytes = sum(t.token_bytes for t in tensors if t.is_late)
         self._hidden_token_bytes = model.dtype_bytes * model.hidden_size
         self._ffn_token_bytes = model.dtype_bytes * model.ffn_size
+        self._stashed_token_bytes = stashed_token_bytes(model)
         query_width = layout.sp * local_heads(model, layout.sp) * model.head_dim
         self._query_token_bytes = model.dtype_bytes * query_width
         self._kv_row_elements = 2 * local_kv_heads(model, layout.sp) * model.head_dim
@@ -219,6 +141,60 @@ class MemoryModel:
             layer -= (self.layout.stage_layers[stage] - 1) * absent
         return layer + self._gradient_workspace(chunk) + self._transfer_bytes(stage, chunk)
 
+    def stash_bytes(self, stage: int, chunk: Chunk) -> int:
+        """What I(chunk) leaves on a stage for W(chunk), which removes it.
+
+        Inputs and output gradients of every layer's projections, recomputed or not, and on the
+        first stage the gradient of the embedding's output.
+        """
+        layers, hidden = self.layout.stage_layers[stage], self.input_bytes(chunk)
+        stashed = layers * self._local_tokens(chunk) * self._stashed_token_bytes
+        return stashed + (hidden if stage == 0 else 0)
+
+    def input_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
+        """Bytes that live only during I(chunk), on top of what F(chunk) added and a tail's dK/dV.
+
+        Layer by layer, from the last one down, what a layer kept gives way to what it stashes: the
+        largest is where the first or last kept, or the first or last recomputed, layer is at work.
+        Can be negative as `backward_transient` can.
+        """
+        figures = self.input_figures(stage, chunk)
+        growth, rebuilt, absent, workspace = figures
+        layers = self.layout.stage_layers[stage]
+        kept, last = layers - recompute, layers - 1
+        at_work = [(0, 0), (kept - 1, 0)] if kept else []
+        at_work += [(kept, 1), (last, last - kept + 1)] if recompute else []
+        return workspace + max(
+            at * growth + rebuilds * rebuilt - (last - at) * absent for at, rebuilds in at_work
+        )
+
+    def input_figures(self, stage: int, chunk: Chunk) -> tuple[int, int, int, int]:
+        """What `input_transient` is made of: growth, rebuilt, absent and workspace.
+
+        A kept layer grows by the first, a recomputed one by the sum of the first two, of which the
+        second is there from its start; of the third each layer still to come has nothing yet; the
+        last is what the layer at work has on top.
+        """
+        tokens, saved = self._local_tokens(chunk), self.saved_bytes(chunk)
+        absent = self.kv_grad_bytes(chunk.context_len) if _is_tail(chunk) else 0
+        mlp, attention = self._gradient_workspaces(chunk)
+        # inputs and output gradients of the MLP's projections stay, its widest moment keeps product
+        stays = tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
+        workspace = max(mlp + tokens * self._ffn_token_bytes, attention + stays)
+        return (
+            tokens * self._stashed_token_bytes - saved,
+            self._rebuilt_bytes(chunk),
+            absent,
+            workspace + self._transfer_bytes(stage, chunk),
+        )
+
+    def weight_transient(self, stage: int, chunk: Chunk) -> int:
+        """Bytes that live only during W(chunk): what other operations' transfers hold.
+
+        A layer's weight gradients are among the static bytes.
+        """
+        return self._transfer_bytes(stage, chunk)
+
     def token_capacity(self, k: int, limit: int) -> int:
         """Most tokens of a chunk that fit every stage with all layers recomputed; at least 0.
 
@@ -234,7 +210,7 @@ class MemoryModel:
         chunks: Sequence[Chunk],
         recompute: RecomputeCounts,
     ) -> int:
-        """Peak of a stage that runs these F and B in order, static bytes included (Eq. 8).
+        """Peak of a stage that runs these operations in order, static bytes included (Eq. 8).
 
         `recompute[chunk id]` layers of the stage are recomputed. Depends on the order only.
         """
@@ -249,11 +225,17 @@ class MemoryModel:
                     current += layers * self.arena_bytes(tails[chunk.slices[0].sequence].end)
                 current += self.held_bytes(stage, chunk, count)
                 peak = max(peak, current + self.forward_transient(stage, chunk, count))
-            elif op is Op.BACKWARD:
+            elif op is Op.BACKWARD_WEIGHT:
+                peak = max(peak, current + self.weight_transient(stage, chunk))
+                current -= self.stash_bytes(stage, chunk)
+            elif op.makes_gradient:
                 if _is_tail(chunk):
                     current += layers * self.kv_grad_bytes(chunk.context_len)
-                peak = max(peak, current + self.backward_transient(stage, chunk, count))
+                is_whole = op is Op.BACKWARD
+                transient = self.backward_transient if is_whole else self.input_transient
+                peak = max(peak, current + transient(stage, chunk, count))
                 current -= self.held_bytes(stage, chunk, count)
+                current += 0 if is_whole else self.stash_bytes(stage, chunk)
                 if is_first:
                     tail = tails[chunk.slices[0].sequence]
                     current -= layers * self.arena_bytes(tail.end)
@@ -308,7 +290,11 @@ class MemoryModel:
         return working + (weight if self._adds_head_gradient else 0)
 
     def _gradient_workspace(self, chunk: Chunk) -> int:
-        """Most that one layer's backward has on top of what the layer keeps.
+        """Most that one layer's backward has on top of what the layer keeps."""
+        return max(self._gradient_workspaces(chunk))
+
+    def _gradient_workspaces(self, chunk: Chunk) -> tuple[int, int]:
+        """What one layer's backward has on top of what the layer keeps, in MLP and attention.
 
         In the MLP the gradients of product, gate and up, the product itself gone; in attention,
         with all that came after it gone, the gradients of residual, output and query, and dK and dV
@@ -320,7 +306,7 @@ class MemoryModel:
         copies = 1 if self.model.fused_kernels else 2
         attention = tokens * (self._hidden_token_bytes + (2 + copies) * self._query_token_bytes)
         attention += copies * kv_rows - tokens * self._late_token_bytes
-        return max(2 * tokens * self._ffn_token_bytes, attention)
+        return 2 * tokens * self._ffn_token_bytes, attention
 
     def _stage_capacity(self, stage: int, k: int, limit: int) -> int:
         """Solves static + loss + tokens * (window + dK/dV + transient) <= limit for tokens."""

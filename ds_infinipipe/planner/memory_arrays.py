@@ -25,6 +25,9 @@ __all__ = ["MemoryArrays", "StageRows"]
 IntArray: TypeAlias = NDArray[np.int64]
 
 
+_NO_SPLIT = tuple(np.zeros((0,) * n, dtype=np.int64) for n in (2, 2, 3))
+
+
 @dataclass(frozen=True, eq=False)
 class StageRows:
     """Rows `sum over row's chunks of saving[chunk] * c(chunk) >= need` of one stage.
@@ -97,14 +100,17 @@ class MemoryArrays:
         else:
             counts, transients = np.ascontiguousarray(counts, dtype=np.int64), self.transients
         check_shape("recompute counts", counts, self.entered.shape)
+        split = self.split if schedule.is_split else _NO_SPLIT
         peaks: IntArray = load_kernels().peak_bytes(
-            schedule.operations, *self._amounts, transients, self.layers, counts
+            schedule.operations, *self._amounts, transients, self.layers, counts, *split
         )
         return peaks
 
     def moments(self, schedule: ScheduleArrays) -> tuple[StageMoments, ...]:
         """Live bytes and what recomputing can save at every operation of every stage."""
         self._check(schedule)
+        if schedule.is_split:
+            raise ScheduleError("moments are those of whole backwards, the operations have I and W")
         figures = load_kernels().scan_moments(schedule.operations, *self._amounts, self.transients)
         is_backward = schedule.operations < 0
         chunk = np.where(is_backward, -schedule.operations - 1, schedule.operations)
@@ -132,6 +138,19 @@ class MemoryArrays:
             )
             parts.append(StageRows(*rows))
         return tuple(parts)
+
+    @cached_property
+    def split(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Of I and W: stashed bytes and transient of W [pp, chunks], figures of I [pp, chunks, 4].
+
+        The figures are those of MemoryModel.input_figures.
+        """
+        memory, stages = self._memory, range(self._memory.layout.pp)
+        stashed, transient, figures = (
+            np.array([[method(p, c) for c in self._chunks] for p in stages], dtype=np.int64)
+            for method in (memory.stash_bytes, memory.weight_transient, memory.input_figures)
+        )
+        return stashed, transient, figures
 
     @cached_property
     def transients(self) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from ds_infinipipe.errors import ScheduleError
@@ -16,6 +16,7 @@ __all__ = [
     "pipeline_operations",
     "shrinking_windows",
     "slices_by_position",
+    "split_backwards",
     "stage_operations",
     "static_windows",
     "window_size",
@@ -165,3 +166,24 @@ def pipeline_operations(
         )
         for stage in range(pp)
     )
+
+
+def split_backwards(
+    operations: Sequence[tuple[Op, int]], delays: Mapping[int, int]
+) -> tuple[tuple[Op, int], ...]:
+    """F and B of one stage with the B of every chunk in `delays` as I and W.
+
+    `delays[chunk]` is how many of the stage's F, B and I stand between the two, as far as there are
+    so many; W's due at one place stand in the order of their I.
+    """
+    result: list[tuple[Op, int]] = []
+    waiting: list[tuple[int, int]] = []  # operations still to come first, chunk
+    for op, chunk in operations:
+        is_split = op is Op.BACKWARD and chunk in delays
+        result.append((Op.BACKWARD_INPUT if is_split else op, chunk))
+        waiting = [(left - 1, late) for left, late in waiting]
+        if is_split:
+            waiting.append((delays[chunk], chunk))
+        result += [(Op.BACKWARD_WEIGHT, late) for left, late in waiting if left <= 0]
+        waiting = [(left, late) for left, late in waiting if left > 0]
+    return (*result, *((Op.BACKWARD_WEIGHT, late) for _, late in waiting))

@@ -1,7 +1,7 @@
 """Operation lists and their simulation as arrays: fast enough to try many candidates per batch.
 
 What order.py, lower.py and simulate.py say in words, through the compiled kernels.py; results are
-the same to the last bit. An operation is an int64: k is F of chunk k, -(k + 1) its B.
+the same to the last bit. An operation is an int64, see codes.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.codes import NOTHING, SPLIT
 from ds_infinipipe.planner.costs import ChunkCosts
 from ds_infinipipe.planner.order import (
     backward_order,
@@ -47,9 +48,9 @@ _SHOWN_STAGES = 8
 
 @dataclass(frozen=True, eq=False)
 class ScheduleArrays:
-    """F and B of every stage: `operations` [pp, m] over chunk ids.
+    """Compute operations of every stage: `operations` [pp, m] over chunk ids.
 
-    `forward` and `backward` [m / 2] are the orders that all stages share; of several joined
+    `forward` and `backward` [chunks] are the orders that all stages share; of several joined
     pipelines, one after the other.
     """
 
@@ -66,10 +67,15 @@ class ScheduleArrays:
         """One more than the largest chunk id."""
         return int(self.forward.max(initial=-1)) + 1
 
+    @property
+    def is_split(self) -> bool:
+        """True where a backward is an I and a W."""
+        return int(self.operations.shape[1]) > 2 * self.forward.size
+
     def as_operations(self) -> tuple[tuple[tuple[Op, int], ...], ...]:
         """The lists that `lower_plan` takes."""
         return tuple(
-            tuple((Op.FORWARD, k) if k >= 0 else (Op.BACKWARD, -k - 1) for k in row)
+            tuple(_decode(code) for code in row if code != NOTHING)
             for row in self.operations.tolist()
         )
 
@@ -158,7 +164,7 @@ class SimulatedSchedule:
         spans = tuple(
             Span(stage, op, chunk, start, end)
             for stage, row in enumerate(self.schedule.as_operations())
-            for (op, chunk), start, end in zip(row, starts[stage], ends[stage], strict=True)
+            for (op, chunk), start, end in zip(row, starts[stage], ends[stage], strict=False)
         )
         return Timeline(spans, self.makespan_s, self.bubble_ratio, tuple(self.busy_s.tolist()))
 
@@ -168,8 +174,8 @@ def simulate_schedule(
 ) -> SimulatedSchedule:
     """Timeline of one step in which stage p recomputes counts[p, k] layers of chunk k (none).
 
-    `counts` are [pp, chunks], by chunk id. Raises ScheduleError where the operations deadlock, or
-    where costs or counts have other shapes.
+    `counts` are [pp, chunks], by chunk id. Raises ScheduleError where the operations deadlock,
+    where costs or counts have other shapes, or where there are no times of I and W.
     """
     shape = (schedule.pp, costs.p2p_s.size)
     layers = np.zeros(shape, dtype=np.int64) if counts is None else counts
@@ -177,9 +183,16 @@ def simulate_schedule(
         raise ScheduleError(
             f"the operations name chunk {schedule.num_ids - 1}, but there are times of {shape[1]}"
         )
+    input_s, weight_s = costs.input_s, costs.weight_s
+    if input_s is None or weight_s is None:
+        if schedule.is_split:
+            raise ScheduleError("the operations have I and W, but only times of whole backwards")
+        input_s = weight_s = costs.backward_s
     for name, values in (
         ("forward times", costs.forward_s),
         ("backward times", costs.backward_s),
+        ("times of I", input_s),
+        ("times of W", weight_s),
         ("recompute counts", layers),
     ):
         check_shape(name, values, shape)
@@ -187,6 +200,8 @@ def simulate_schedule(
         schedule.operations,
         np.ascontiguousarray(costs.forward_s, dtype=np.float64),
         np.ascontiguousarray(costs.backward_s, dtype=np.float64),
+        np.ascontiguousarray(input_s, dtype=np.float64),
+        np.ascontiguousarray(weight_s, dtype=np.float64),
         np.ascontiguousarray(layers * costs.recompute_s, dtype=np.float64),
         np.ascontiguousarray(costs.p2p_s, dtype=np.float64),
     )
@@ -202,14 +217,25 @@ def check_shape(name: str, values: NDArray[Any], shape: tuple[int, int]) -> None
         raise ScheduleError(f"{name} have shape {values.shape}, [pp, chunks] is {shape}")
 
 
+def _decode(code: int) -> tuple[Op, int]:
+    if code >= SPLIT:
+        return Op.BACKWARD_WEIGHT, code - SPLIT
+    if code >= 0:
+        return Op.FORWARD, code
+    if code < -SPLIT:
+        return Op.BACKWARD_INPUT, -code - 1 - SPLIT
+    return Op.BACKWARD, -code - 1
+
+
 def _describe_deadlock(schedule: ScheduleArrays, done: IntArray) -> str:
     length = schedule.operations.shape[1]
     stuck = [stage for stage in range(schedule.pp) if done[stage] < length]
     rows = []
     for stage in stuck[:_SHOWN_STAGES]:
-        operation = int(schedule.operations[stage, done[stage]])
-        text = f"F{operation}" if operation >= 0 else f"B{-operation - 1}"
-        rows.append(f"stage {stage} waits at {text} ({done[stage]} of {length} done)")
+        op, chunk = _decode(int(schedule.operations[stage, done[stage]]))
+        total = int((schedule.operations[stage] != NOTHING).sum())
+        place = f"{op.value}{chunk} ({done[stage]} of {total} done)"
+        rows.append(f"stage {stage} waits at {place}")
     return f"the operations deadlock with {len(stuck)} stages stuck: {'; '.join(rows)}"
 
 

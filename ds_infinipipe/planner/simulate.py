@@ -1,4 +1,4 @@
-"""Dry run of instruction streams: when does every F and B run, how long is the step.
+"""Dry run of instruction streams: when does every F, B, I and W run, how long is the step.
 
 A walk over the stages, round and round; each runs until it needs something that no stage has sent
 yet. A round without progress is a deadlock. Memory is not simulated: it depends on the order alone.
@@ -27,18 +27,27 @@ def simulate(
     backward_s: ArrayLike,
     recompute_s: ArrayLike,
     p2p_s: ArrayLike,
+    input_s: ArrayLike | None = None,
+    weight_s: ArrayLike | None = None,
 ) -> Timeline:
     """Timeline of one step.
 
-    Shapes: `forward_s` and `backward_s` [pp, chunks], `recompute_s` (one layer) and `p2p_s`
-    [chunks], all in seconds. B of chunk k on stage p takes backward_s[p, k] + r * recompute_s[k],
-    r being the instruction's layer count. F and B of a stage run one after the other; sends and
-    receives cost the stage nothing, data arrives p2p_s after the send and is needed only where it
-    is consumed. STEP takes no time.
+    Shapes: `forward_s`, `backward_s`, `input_s` and `weight_s` [pp, chunks], `recompute_s` (one
+    layer) and `p2p_s` [chunks], all in seconds. B of chunk k on stage p takes backward_s[p, k] +
+    r * recompute_s[k], r being the instruction's layer count; I takes input_s in place of
+    backward_s, W takes weight_s; those two are needed only where a stream has I and W. The
+    operations of a stage run one after the other; sends and receives cost the stage nothing, data
+    arrives p2p_s after the send and is needed only where it is consumed. STEP takes no time.
 
-    Raises ScheduleError with one row per stage where the streams deadlock.
+    Raises ScheduleError with one row per stage where the streams deadlock, and for an I or W
+    without times.
     """
-    walk = _Walk(streams, forward_s, backward_s, recompute_s, p2p_s)
+    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    if input_s is None or weight_s is None:
+        if any(i.op in halves for stream in streams for i in stream):
+            raise ScheduleError("the streams have I and W, but only times of whole backwards")
+        input_s = weight_s = backward_s
+    walk = _Walk(streams, forward_s, backward_s, recompute_s, p2p_s, input_s, weight_s)
     stages = range(len(streams))
     while any([walk.advance(stage) for stage in stages]):
         pass
@@ -57,17 +66,25 @@ class _Walk:
         backward_s: ArrayLike,
         recompute_s: ArrayLike,
         p2p_s: ArrayLike,
+        input_s: ArrayLike,
+        weight_s: ArrayLike,
     ) -> None:
         self.streams = streams
-        forward, backward = np.asarray(forward_s, float), np.asarray(backward_s, float)
-        if forward.ndim != 2 or len(forward) != len(streams) or backward.shape != forward.shape:
+        times = [np.asarray(t, float) for t in (forward_s, backward_s, input_s, weight_s)]
+        forward = times[0]
+        is_odd = forward.ndim != 2 or len(forward) != len(streams)
+        if is_odd or any(t.shape != forward.shape for t in times):
             raise ScheduleError(
                 f"{len(streams)} streams need forward and backward times of shape "
-                f"[{len(streams)}, chunks], not {forward.shape} and {backward.shape}"
+                f"[{len(streams)}, chunks], not {' and '.join(str(t.shape) for t in times)}"
             )
         # nested lists: reading one float is 10 times faster than from an array
         self.forward_s: list[list[float]] = forward.tolist()
-        self.backward_s: list[list[float]] = backward.tolist()
+        self.backward_s: dict[Op, list[list[float]]] = {
+            Op.BACKWARD: times[1].tolist(),
+            Op.BACKWARD_INPUT: times[2].tolist(),
+        }
+        self.weight_s: list[list[float]] = times[3].tolist()
         self.recompute_s: list[float] = np.asarray(recompute_s, float).tolist()
         self.p2p_s: list[float] = np.asarray(p2p_s, float).tolist()
         pp = len(streams)
@@ -89,7 +106,8 @@ class _Walk:
         """Run the stage until it has to wait; True if it ran anything."""
         stream, begin, clock = self.streams[stage], self.position[stage], self.clock_s[stage]
         activation_s, gradient_s = self.activation_s[stage], self.gradient_s[stage]
-        forward_s, backward_s, p2p_s = self.forward_s[stage], self.backward_s[stage], self.p2p_s
+        forward_s, weight_s, p2p_s = self.forward_s[stage], self.weight_s[stage], self.p2p_s
+        backward_s = {op: times[stage] for op, times in self.backward_s.items()}
         is_last = stage == len(self.streams) - 1
         spans = self.spans[stage]
         position = begin
@@ -105,12 +123,17 @@ class _Walk:
                 spans.append(Span(stage, op, chunk, start, clock))
                 if is_last:
                     gradient_s[chunk] = clock
-            elif op is Op.BACKWARD:
+            elif op in backward_s:
                 arrival = gradient_s.get(chunk)
                 if arrival is None:
                     break
                 start = arrival if arrival > clock else clock
-                clock = start + backward_s[chunk] + instruction.recompute * self.recompute_s[chunk]
+                own_s = backward_s[op][chunk]
+                clock = start + own_s + instruction.recompute * self.recompute_s[chunk]
+                spans.append(Span(stage, op, chunk, start, clock))
+            elif op is Op.BACKWARD_WEIGHT:
+                start = clock
+                clock = start + weight_s[chunk]
                 spans.append(Span(stage, op, chunk, start, clock))
             elif op is Op.SEND_ACTIVATION:
                 self.activation_s[stage + 1][chunk] = clock + p2p_s[chunk]

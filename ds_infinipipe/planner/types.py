@@ -32,7 +32,7 @@ __all__ = [
     "Timeline",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class ChunkKind(str, Enum):
@@ -137,23 +137,45 @@ class PipelinePlan:
 
 
 class Op(str, Enum):
-    """What a stage can be told to do; the value is the text form."""
+    """What a stage can be told to do; the value is the text form.
+
+    B is a whole backward. I is its first half, the gradient of the chunk's input, which another
+    stage may wait for; W is the rest, the gradients of the weights, which only STEP waits for.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
     SEND_ACTIVATION = "SEND_F"
     RECV_ACTIVATION = "RECV_F"
     SEND_GRADIENT = "SEND_B"
     RECV_GRADIENT = "RECV_B"
     STEP = "STEP"
 
+    @property
+    def is_compute(self) -> bool:
+        return self in _COMPUTE
 
-_INSTRUCTION_TEXT = re.compile(r"(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:r(\d+))?")
+    @property
+    def makes_gradient(self) -> bool:
+        """True for B and I, which take and make the gradients that stages exchange."""
+        return self is Op.BACKWARD or self is Op.BACKWARD_INPUT
+
+    @property
+    def may_recompute(self) -> bool:
+        """True for F, B and I, which state how many layers are recomputed."""
+        return self is Op.FORWARD or self.makes_gradient
+
+
+_COMPUTE = frozenset((Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+
+_INSTRUCTION_TEXT = re.compile(r"(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:r(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One step of a stage's stream; `recompute` counts layers and belongs to F and B only."""
+    """One step of a stage's stream; `recompute` counts layers and belongs to F, B and I."""
 
     op: Op
     chunk: int = -1
@@ -173,19 +195,19 @@ class Instruction:
         match = _INSTRUCTION_TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"'{text}' is not an instruction: expected forms are F3, F3r2, B3, SEND_F3, "
-                "RECV_F3, SEND_B3, RECV_B3 and STEP"
+                f"'{text}' is not an instruction: expected forms are F3, F3r2, B3, I3, W3, "
+                "SEND_F3, RECV_F3, SEND_B3, RECV_B3 and STEP"
             )
         op = Op(match.group(1))
         recompute = int(match.group(3) or 0)
-        if recompute and op not in (Op.FORWARD, Op.BACKWARD):
-            raise ScheduleError(f"'{text}': only F and B carry a number of recomputed layers")
+        if recompute and not op.may_recompute:
+            raise ScheduleError(f"'{text}': only F, B and I carry a number of recomputed layers")
         return cls(op, int(match.group(2)), recompute)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One F or B on one stage, simulated or measured."""
+    """One F, B, I or W on one stage, simulated or measured."""
 
     stage: int
     op: Op

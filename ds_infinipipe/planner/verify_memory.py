@@ -21,9 +21,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """What is alive on one rank of a stage while one F or B runs, or after it, bytes.
+    """What is alive on one rank of a stage while a compute instruction runs, or after it, bytes.
 
-    `instruction` is its place in the stage's stream.
+    `instruction` is its place in the stage's stream, `stashes` is what W's to come need.
     """
 
     instruction: int
@@ -31,11 +31,13 @@ class MemoryUsage:
     activations: int
     kv_arenas: int
     kv_gradients: int
+    stashes: int
     transient: int
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.kv_arenas + self.kv_gradients + self.transient
+        alive = self.states + self.activations + self.kv_arenas + self.kv_gradients
+        return alive + self.stashes + self.transient
 
 
 def peak_bytes_by_stage(plan: Plan) -> tuple[int, ...]:
@@ -72,40 +74,63 @@ def check_memory(plan: Plan) -> None:
 
 
 def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUsage]]:
-    """What is alive during and after each F and B of the stage, in the order of its stream.
+    """What is alive during and after each F, B, I and W of the stage, in the order of its stream.
 
-    What a chunk keeps lives from its F to its B, both included. The arena of a cut sequence lives
-    from the F of its first slice to the end of that slice's B; its dK and dV, as many rows as come
-    before the tail, from the B of the tail to the same end.
+    What a chunk keeps lives from its F to its B or I, both included; what I stashes from its end to
+    that of W. The arena of a cut sequence lives from the F of its first slice to the end of that
+    slice's B or I; its dK and dV, as many rows as come before the tail, from the B or I of the tail
+    to the same end.
     """
     memory, tail_start = _memory_model(plan), _tail_starts(plan)
     layers, states = plan.layout.stage_layers[stage], memory.static_bytes[stage]
-    activations = kv_arenas = kv_gradients = 0
+    activations = kv_arenas = kv_gradients = stashes = 0
     for index, instruction in enumerate(plan.streams[stage]):
-        if instruction.op not in (Op.FORWARD, Op.BACKWARD):
+        op, recomputed = instruction.op, instruction.recompute
+        if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
             continue
-        chunk, recomputed = plan.chunks[instruction.chunk], instruction.recompute
+        chunk = plan.chunks[instruction.chunk]
         head = chunk.slices[0]
         is_first, is_tail = chunk.keeps_kv and head.start == 0, chunk.keeps_kv and head.is_tail
         kept = _kept_bytes(memory, chunk, layers, recomputed)
         arena = layers * memory.arena_bytes(plan.lengths[head.sequence]) if is_first else 0
-        if instruction.op is Op.FORWARD:
+        is_back = op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        if op is Op.FORWARD:
             activations += kept
             kv_arenas += arena
-            transient = memory.forward_transient(stage, chunk, recomputed)
-        else:
+        elif is_back:
             kv_gradients += layers * memory.kv_grad_bytes(head.start) if is_tail else 0
-            transient = memory.backward_transient(stage, chunk, recomputed)
-        during = MemoryUsage(index, states, activations, kv_arenas, kv_gradients, transient)
-        if instruction.op is Op.BACKWARD:
+        during = MemoryUsage(
+            index,
+            states,
+            activations,
+            kv_arenas,
+            kv_gradients,
+            stashes,
+            _transient(memory, stage, op, chunk, recomputed),
+        )
+        if is_back:
             activations, kv_arenas = activations - kept, kv_arenas - arena
             rows = tail_start[head.sequence] if is_first else 0
             kv_gradients -= layers * memory.kv_grad_bytes(rows)
-        yield during, MemoryUsage(index, states, activations, kv_arenas, kv_gradients, 0)
+        if op is Op.BACKWARD_INPUT:
+            stashes += memory.stash_bytes(stage, chunk)
+        elif op is Op.BACKWARD_WEIGHT:
+            stashes -= memory.stash_bytes(stage, chunk)
+        yield during, MemoryUsage(index, states, activations, kv_arenas, kv_gradients, stashes, 0)
+
+
+def _transient(memory: MemoryModel, stage: int, op: Op, chunk: Chunk, recomputed: int) -> int:
+    if op is Op.FORWARD:
+        return memory.forward_transient(stage, chunk, recomputed)
+    if op is Op.BACKWARD:
+        return memory.backward_transient(stage, chunk, recomputed)
+    if op is Op.BACKWARD_INPUT:
+        return memory.input_transient(stage, chunk, recomputed)
+    return memory.weight_transient(stage, chunk)
 
 
 def _idle(plan: Plan, stage: int) -> MemoryUsage:
-    return MemoryUsage(0, _memory_model(plan).static_bytes[stage], 0, 0, 0, 0)
+    return MemoryUsage(0, _memory_model(plan).static_bytes[stage], 0, 0, 0, 0, 0)
 
 
 def _memory_model(plan: Plan) -> MemoryModel:
@@ -136,7 +161,7 @@ def _kept_bytes(memory: MemoryModel, chunk: Chunk, layers: int, recomputed: int)
 def _fail_over_limit(plan: Plan, stage: int, peak: MemoryUsage) -> NoReturn:
     parts = ", ".join(
         f"{name.replace('_', ' ')} {getattr(peak, name) / _GIB:.2f}"
-        for name in ("states", "activations", "kv_arenas", "kv_gradients", "transient")
+        for name in ("states", "activations", "kv_arenas", "kv_gradients", "stashes", "transient")
     )
     raise ScheduleError(
         f"stage {stage} needs {peak.total / _GIB:.2f} GiB at instruction {peak.instruction} "

@@ -41,8 +41,10 @@ def check_streams(plan: Plan, chains: Sequence[Sequence[int]]) -> None:
     _check_progress(plan)
 
 
-def _expected_ops(stage: int, pp: int) -> list[Op]:
-    ops = [Op.FORWARD, Op.BACKWARD]
+def _expected_ops(stage: int, pp: int, is_split: bool) -> list[Op]:
+    """A backward is one B, or an I and a W; each chunk of each stage has its own choice."""
+    backward = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if is_split else [Op.BACKWARD]
+    ops = [Op.FORWARD, *backward]
     if stage > 0:
         ops += [Op.RECV_ACTIVATION, Op.SEND_GRADIENT]
     if stage < pp - 1:
@@ -59,14 +61,19 @@ def _check_inventory(plan: Plan, stage: int) -> Mapping[tuple[Op, int], int]:
             f"stage {stage} has STEP at positions {steps} of {len(stream)} instructions; it must "
             "stand once, at the end, without a chunk"
         )
+    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    split = {i.chunk for i in stream if i.op in halves}
     wanted = {
         (op, chunk)
-        for op in _expected_ops(stage, plan.layout.pp)
         for chunk in range(len(plan.chunks))
+        for op in _expected_ops(stage, plan.layout.pp, chunk in split)
     }
     position: dict[tuple[Op, int], int] = {}
     for index, instruction in enumerate(stream[:-1]):
         key = (instruction.op, instruction.chunk)
+        if instruction.op is Op.BACKWARD and instruction.chunk in split:
+            text = f"{instruction} is a whole backward, but its chunk has an I or W here too"
+            _fail(plan, stage, index, text)
         if key not in wanted:
             _fail(
                 plan, stage, index, f"{instruction} has no place on this stage of {plan.layout.pp}"
@@ -86,15 +93,19 @@ def _check_recompute(plan: Plan, stage: int) -> None:
     for pipeline in plan.pipelines:
         planned.update(zip(pipeline.forward, pipeline.recompute[stage], strict=True))
     for index, instruction in enumerate(plan.streams[stage]):
-        is_compute = instruction.op in (Op.FORWARD, Op.BACKWARD)
-        wanted = planned[instruction.chunk] if is_compute else 0
+        may_recompute = instruction.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
+        wanted = planned[instruction.chunk] if may_recompute else 0
         if instruction.recompute != wanted:
             _fail(
                 plan,
                 stage,
                 index,
                 f"{instruction} states {instruction.recompute} recomputed layers; "
-                + (f"the pipelines say {wanted}" if is_compute else "only F and B may state any"),
+                + (
+                    f"the pipelines say {wanted}"
+                    if may_recompute
+                    else "only F, B and I may state any"
+                ),
             )
 
 
@@ -108,7 +119,9 @@ def _check_local_order(
             _fail(plan, stage, position[second], text)
 
     for chunk in range(len(plan.chunks)):
-        forward, backward = (Op.FORWARD, chunk), (Op.BACKWARD, chunk)
+        forward, backward = (Op.FORWARD, chunk), _backward(position, chunk)
+        weights = (Op.BACKWARD_WEIGHT, chunk)
+        must_precede(backward, weights, "which keeps what the weights' gradients need")
         must_precede(forward, backward, "but a backward needs its forward")
         must_precede((Op.RECV_ACTIVATION, chunk), forward, "which receives what it consumes")
         must_precede((Op.RECV_GRADIENT, chunk), backward, "which receives what it consumes")
@@ -118,33 +131,44 @@ def _check_local_order(
         for earlier, later in pairwise(chain):
             why = f"but chunks {earlier} and {later} hold successive slices of one sequence"
             must_precede((Op.FORWARD, earlier), (Op.FORWARD, later), why)
-            must_precede((Op.BACKWARD, later), (Op.BACKWARD, earlier), why)
+            must_precede(_backward(position, later), _backward(position, earlier), why)
+
+
+def _backward(position: Mapping[tuple[Op, int], int], chunk: int) -> tuple[Op, int]:
+    """The operation of the chunk that makes the gradient of its input."""
+    whole = (Op.BACKWARD, chunk)
+    return whole if whole in position else (Op.BACKWARD_INPUT, chunk)
 
 
 def _check_pipeline_order(plan: Plan, stage: int) -> None:
     """Each stage runs a pipeline's chunks in the orders that the pipeline states."""
     for number, pipeline in enumerate(plan.pipelines):
         members = set(pipeline.forward)
-        for op, stated in ((Op.FORWARD, pipeline.forward), (Op.BACKWARD, pipeline.backward)):
+        for ops, stated in (
+            ((Op.FORWARD,), pipeline.forward),
+            ((Op.BACKWARD, Op.BACKWARD_INPUT), pipeline.backward),
+        ):
             own = [
-                (index, instruction.chunk)
+                (index, instruction)
                 for index, instruction in enumerate(plan.streams[stage])
-                if instruction.op is op and instruction.chunk in members
+                if instruction.op in ops and instruction.chunk in members
             ]
-            for (index, chunk), wanted in zip(own, stated, strict=True):
-                if chunk != wanted:
-                    text = (
-                        f"pipeline {number} states {op.value}{wanted} here, not {op.value}{chunk}"
-                    )
+            for (index, instruction), wanted in zip(own, stated, strict=True):
+                if instruction.chunk != wanted:
+                    name = f"{instruction.op.value}{instruction.chunk}"
+                    text = f"pipeline {number} states {ops[0].value}{wanted} here, not {name}"
                     _fail(plan, stage, index, text)
 
 
 def _check_window(plan: Plan, stage: int) -> None:
-    """Eq. 7: at most pp - 1 - stage + num_split chunks in flight (the paper's p is stage + 1)."""
+    """Eq. 7: at most pp - 1 - stage + num_split chunks in flight (the paper's p is stage + 1).
+
+    A chunk flies from its F to its B or I; what W still needs is counted as memory.
+    """
     owner = {c: n for n, pipeline in enumerate(plan.pipelines) for c in pipeline.forward}
     in_flight: Counter[int] = Counter()
     for index, instruction in enumerate(plan.streams[stage]):
-        if instruction.op is Op.BACKWARD:
+        if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             in_flight[owner[instruction.chunk]] -= 1
         elif instruction.op is Op.FORWARD:
             number = owner[instruction.chunk]
@@ -181,8 +205,9 @@ def _check_progress(plan: Plan) -> None:
         stream, inbox = plan.streams[stage], delivered[stage]
         while position[stage] < len(stream):
             op, chunk = stream[position[stage]].op, stream[position[stage]].chunk
-            is_fed = (op is Op.FORWARD and stage > 0) or (op is Op.BACKWARD and stage < last)
-            if is_fed and (op, chunk) not in inbox:
+            is_back = op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+            is_fed = (op is Op.FORWARD and stage > 0) or (is_back and stage < last)
+            if is_fed and (Op.BACKWARD if is_back else op, chunk) not in inbox:
                 break
             if op is Op.SEND_ACTIVATION:
                 delivered[stage + 1].add((Op.FORWARD, chunk))

@@ -1,4 +1,4 @@
-"""What a drawn F or B says and how it is coloured, the same in pictures and in pages."""
+"""What a drawn F, B, I or W says and how it is coloured, the same in pictures and in pages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,36 @@ from numpy.typing import NDArray
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.types import ChunkKind, Op, Plan, Span, Timeline
 
-__all__ = ["COLORS", "RECOMPUTE_COLORS", "Bar", "timeline_bars", "timeline_title"]
+__all__ = ["COLORS", "LEGEND", "RECOMPUTE_COLORS", "Bar", "timeline_bars", "timeline_title"]
 
-# by kind and direction: one hue a kind, tellable by colour-blind eyes; B is the darker one
-COLORS: Mapping[tuple[ChunkKind, Op], str] = {
-    (ChunkKind.SPLIT, Op.FORWARD): "#9ecae1",
-    (ChunkKind.SPLIT, Op.BACKWARD): "#3182bd",
-    (ChunkKind.HYBRID, Op.FORWARD): "#a8ddb5",
-    (ChunkKind.HYBRID, Op.BACKWARD): "#2e9e5b",
-    (ChunkKind.BATCHED, Op.FORWARD): "#fdd0a2",
-    (ChunkKind.BATCHED, Op.BACKWARD): "#e6842a",
+_WEIGHT_COLOR = "#c994c7"
+# one hue a kind, tellable by colour-blind eyes; the backward is the darker one
+_KIND_COLORS: Mapping[ChunkKind, tuple[str, str]] = {
+    ChunkKind.SPLIT: ("#9ecae1", "#3182bd"),
+    ChunkKind.HYBRID: ("#a8ddb5", "#2e9e5b"),
+    ChunkKind.BATCHED: ("#fdd0a2", "#e6842a"),
 }
+
+COLORS: Mapping[tuple[ChunkKind, Op], str] = {
+    (kind, op): color
+    for kind, (light, dark) in _KIND_COLORS.items()
+    for op, color in (
+        (Op.FORWARD, light),
+        (Op.BACKWARD, dark),
+        (Op.BACKWARD_INPUT, dark),
+        (Op.BACKWARD_WEIGHT, _WEIGHT_COLOR),
+    )
+}
+
+LEGEND: Mapping[str, str] = {
+    **{
+        f"{kind.value}, {word}": color
+        for kind, colors in _KIND_COLORS.items()
+        for word, color in zip(("forward", "backward"), colors, strict=True)
+    },
+    "weight gradients": _WEIGHT_COLOR,
+}
+"""Colours by what they say; a backward split in two has its first half's."""
 
 RECOMPUTE_COLORS: Mapping[ChunkKind, str] = {
     ChunkKind.SPLIT: "#08306b",
@@ -32,7 +51,7 @@ RECOMPUTE_COLORS: Mapping[ChunkKind, str] = {
 
 @dataclass(frozen=True)
 class Bar:
-    """A span with what its chunk is; `recompute_share` is the part of a B that recomputes."""
+    """A span with what its chunk is; `recompute_share` is the part of a B or I that recomputes."""
 
     span: Span
     kind: ChunkKind
@@ -68,8 +87,8 @@ class Bar:
 def timeline_bars(timeline: Timeline, plan: Plan) -> tuple[Bar, ...]:
     """One bar per span, in the timeline's order.
 
-    The recomputed share of a B is the predicted one, for a measured timeline too: recomputation
-    runs layer by layer between the gradients, and no clock stops it apart.
+    The recomputed share of a B or I is the predicted one, for a measured timeline too:
+    recomputation runs layer by layer between the gradients, and no clock stops it apart.
     """
     counts = {
         (stage, i.chunk): i.recompute
@@ -81,7 +100,7 @@ def timeline_bars(timeline: Timeline, plan: Plan) -> tuple[Bar, ...]:
     bars = []
     for span in timeline.spans:
         chunk, place = plan.chunks[span.chunk], (span.stage, span.chunk)
-        share = float(shares[place]) if span.op is Op.BACKWARD else 0.0
+        share = float(shares[span.op][place]) if span.op in shares else 0.0
         bars.append(
             Bar(
                 span,
@@ -102,8 +121,10 @@ def timeline_title(name: str, timeline: Timeline) -> str:
     return f"{name}: {timeline.makespan_s:.4g} s, bubbles {timeline.bubble_ratio:.1%}"
 
 
-def _recompute_shares(plan: Plan, counts: Mapping[tuple[int, int], int]) -> NDArray[np.float64]:
-    """[stage, chunk]: recompute time over all time of the B."""
+def _recompute_shares(
+    plan: Plan, counts: Mapping[tuple[int, int], int]
+) -> Mapping[Op, NDArray[np.float64]]:
+    """[stage, chunk]: recompute time over all time of the B, and of the I."""
     costs = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage).chunk_costs(
         plan.chunks
     )
@@ -111,4 +132,6 @@ def _recompute_shares(plan: Plan, counts: Mapping[tuple[int, int], int]) -> NDAr
     for (stage, chunk), count in counts.items():
         layers[stage, chunk] = count
     recompute_s = layers * costs.recompute_s
-    return np.asarray(recompute_s / (costs.backward_s + recompute_s))
+    assert costs.input_s is not None
+    times = {Op.BACKWARD: costs.backward_s, Op.BACKWARD_INPUT: costs.input_s}
+    return {op: recompute_s / (own_s + recompute_s) for op, own_s in times.items()}

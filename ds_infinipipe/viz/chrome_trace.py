@@ -11,7 +11,12 @@ from ds_infinipipe.planner.types import Op, Plan, Span, Timeline
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
-_CATEGORY = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
+_CATEGORY = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradients",
+}
 
 
 def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Timelines as pictures: stages as rows, F and B coloured by the kind of their chunk."""
+"""Timelines as pictures: stages as rows, operations coloured by the kind of their chunk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.types import ChunkKind, Op, Plan, Timeline
-from ds_infinipipe.viz.bars import COLORS, RECOMPUTE_COLORS, Bar, timeline_bars, timeline_title
+from ds_infinipipe.planner.types import ChunkKind, Plan, Timeline
+from ds_infinipipe.viz.bars import (
+    COLORS,
+    LEGEND,
+    RECOMPUTE_COLORS,
+    Bar,
+    timeline_bars,
+    timeline_title,
+)
 from ds_infinipipe.viz.figure import new_figure, save_figure
 from ds_infinipipe.viz.page import write_page
 
@@ -70,7 +77,7 @@ def _draw_panel(axes: Any, bars: Sequence[Bar], pp: int, end_s: float) -> None:
     for (kind, op), color in COLORS.items():
         chosen = [bar for bar in bars if (bar.kind, bar.span.op) == (kind, op)]
         _draw_bars(axes, chosen, facecolors=color, edgecolors="white", linewidths=0.4)
-        if op is Op.BACKWARD:
+        if op.makes_gradient:
             _draw_bars(
                 axes,
                 [bar for bar in chosen if bar.recompute_share],
@@ -120,11 +127,7 @@ def _draw_bars(axes: Any, bars: Sequence[Bar], is_share: bool = False, **style: 
 def _draw_legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
-    words = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
-    handles = [
-        Patch(facecolor=color, label=f"{kind.value}, {words[op]}")
-        for (kind, op), color in COLORS.items()
-    ]
+    handles = [Patch(facecolor=color, label=label) for label, color in LEGEND.items()]
     hatched = RECOMPUTE_COLORS[ChunkKind.SPLIT]
     handles.append(Patch(facecolor="none", edgecolor=hatched, hatch="//////", label="recompute"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=8, frameon=False, fontsize=9)

@@ -44,6 +44,7 @@ PARTS = (
     _Part("activations", "activations", "#6baed6"),
     _Part("kv_arenas", "K/V arenas", "#74c476"),
     _Part("kv_gradients", "dK/dV", "#fdae6b"),
+    _Part("stashes", "for weights", "#fa9fb5"),
     _Part("transient", "transient", "#9e9ac8"),
 )
 
@@ -77,7 +78,7 @@ def usage_parts(usage: MemoryUsage) -> tuple[int, ...]:
 
 
 def memory_series(plan: Plan, stage: int) -> tuple[tuple[str, int], ...]:
-    """(instruction, bytes while it runs) of every F and B; the maximum is the stage's peak."""
+    """(instruction, bytes while it runs) of all that computes; the maximum is the stage's peak."""
     return tuple(
         (str(plan.streams[stage][during.instruction]), during.total)
         for during, _ in memory_usage(plan, stage)
@@ -103,7 +104,7 @@ def _stage_steps(
     instructions = [plan.streams[stage][during.instruction] for during, _ in usages]
     times = [spans[stage, i.op, i.chunk] for i in instructions]
     states = usages[0][0].states
-    idle = MemoryUsage(0, states, 0, 0, 0, 0)
+    idle = MemoryUsage(0, states, 0, 0, 0, 0, 0)
     steps = [MemoryStep(0.0, times[0][0], idle, "before the first instruction")]
     next_starts = [start for start, _ in times[1:]] + [timeline.makespan_s]
     rows = zip(usages, instructions, times, next_starts, strict=True)

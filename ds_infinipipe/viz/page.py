@@ -10,8 +10,15 @@ from html import escape
 from pathlib import Path
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.types import ChunkKind, Op, Plan, Timeline
-from ds_infinipipe.viz.bars import COLORS, RECOMPUTE_COLORS, Bar, timeline_bars, timeline_title
+from ds_infinipipe.planner.types import ChunkKind, Plan, Timeline
+from ds_infinipipe.viz.bars import (
+    COLORS,
+    LEGEND,
+    RECOMPUTE_COLORS,
+    Bar,
+    timeline_bars,
+    timeline_title,
+)
 from ds_infinipipe.viz.memory import PARTS, MemoryStep, memory_axis_bytes, memory_over_time
 from ds_infinipipe.viz.page_parts import SCRIPT, STYLE, TIME_WIDTH_PX, time_ticks
 from ds_infinipipe.viz.recompute_map import recompute_map
@@ -38,7 +45,7 @@ def write_page(path: Path | str, timelines: Mapping[str, Timeline], plan: Plan) 
 def plan_page(timelines: Mapping[str, Timeline], plan: Plan) -> str:
     """The page as text: the timelines one above the other, then memory and recompute map.
 
-    Memory is drawn over the first timeline. Every F and B is one element of class "span" with
+    Memory is drawn over the first timeline. Every F, B, I and W is one element of class "span" with
     data-timeline, data-stage, data-op and data-chunk; its title says what it is.
     """
     end_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0) or 1.0
@@ -193,10 +200,8 @@ def _map_html(plan: Plan) -> str:
 
 
 def _legend() -> str:
-    words = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
     entries = [
-        f'<span><i style="background:{color}"></i>{kind.value}, {words[op]}</span>'
-        for (kind, op), color in COLORS.items()
+        f'<span><i style="background:{color}"></i>{label}</span>' for label, color in LEGEND.items()
     ]
     entries += [f'<span><i style="background:{p.color}"></i>{p.name}</span>' for p in PARTS]
     return (

@@ -111,7 +111,7 @@ def _with_recompute(plan: Plan, rng: random.Random, stage: int, count: int) -> P
     at = rng.randrange(len(pipeline.forward))
     table = [list(row) for row in pipeline.recompute]
     table[stage][at] = count
-    compute = (Op.FORWARD, Op.BACKWARD)
+    compute = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
     stream = [
         replace(i, recompute=count) if i.op in compute and i.chunk == pipeline.forward[at] else i
         for i in plan.streams[stage]

@@ -165,15 +165,15 @@ def receives_are_posted_in_another_order_than_sent(plan: Plan, rng: random.Rando
 
 @mutation("recomputed layers; the pipelines say")
 def forward_and_backward_recompute_differently(plan: Plan, rng: random.Random) -> Plan | None:
-    stage, index = rng.choice(find_places(plan, Op.FORWARD, Op.BACKWARD))
+    stage, index = rng.choice(find_places(plan, Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT))
     stream = list(plan.streams[stage])
     stream[index] = replace(stream[index], recompute=stream[index].recompute + 1)
     return with_stream(plan, stage, stream)
 
 
-@mutation("only F and B may state any")
-def a_send_states_recomputed_layers(plan: Plan, rng: random.Random) -> Plan | None:
-    places = find_places(plan, Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+@mutation("only F, B and I may state any")
+def a_send_or_a_w_states_recomputed_layers(plan: Plan, rng: random.Random) -> Plan | None:
+    places = find_places(plan, Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.BACKWARD_WEIGHT)
     if not places:
         return None
     stage, index = rng.choice(places)
@@ -211,9 +211,9 @@ def stages_wait_for_each_other(plan: Plan, rng: random.Random) -> Plan | None:
     of y. Each stage alone keeps every rule."""
     if plan.layout.pp < 2:
         return None
+    whole = {Op.FORWARD: Op.FORWARD, Op.BACKWARD: Op.BACKWARD, Op.BACKWARD_INPUT: Op.BACKWARD}
     computed = [
-        [(i.op, i.chunk) for i in stream if i.op in (Op.FORWARD, Op.BACKWARD)]
-        for stream in plan.streams
+        [(whole[i.op], i.chunk) for i in stream if i.op in whole] for stream in plan.streams
     ]
     delays = [d for y in range(len(plan.chunks)) for d in _delays(computed[0], computed[-1], y)]
     if not delays:

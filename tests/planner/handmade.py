@@ -85,8 +85,27 @@ def operations_of(pipelines: Sequence[PipelinePlan], pp: int) -> Operations:
     return tuple(stages)
 
 
+def split_operations(operations: Operations, delay: Callable[[int, int], int | None]) -> Operations:
+    """Backwards as I and W, `delay(stage, chunk)` operations apart; whole where it is None.
+
+    W's stand as far behind as there are operations, in any order among themselves.
+    """
+    stages = []
+    for stage, row in enumerate(operations):
+        split = [
+            (i, (Op.BACKWARD_INPUT, c), delay(stage, c))
+            if op is Op.BACKWARD and delay(stage, c) is not None
+            else (i, (op, c), None)
+            for i, (op, c) in enumerate(row)
+        ]
+        weights = [(i + d + 0.5, (Op.BACKWARD_WEIGHT, o[1])) for i, o, d in split if d is not None]
+        merged = sorted([*((float(i), o) for i, o, _ in split), *weights], key=lambda item: item[0])
+        stages.append(tuple(o for _, o in merged))
+    return tuple(stages)
+
+
 def unit_timeline(plan: Plan) -> Timeline:
-    """One second a forward, two a backward, half a recomputed layer, nothing a transfer."""
+    """One second F, I and W, two B, half a recomputed layer, nothing a transfer."""
     n = len(plan.chunks)
     return simulate(
         plan.streams,
@@ -94,6 +113,8 @@ def unit_timeline(plan: Plan) -> Timeline:
         backward_s=np.full((plan.layout.pp, n), 2.0),
         recompute_s=np.full(n, 0.5),
         p2p_s=np.zeros(n),
+        input_s=np.ones((plan.layout.pp, n)),
+        weight_s=np.ones((plan.layout.pp, n)),
     )
 
 
@@ -107,11 +128,13 @@ def make_plan(
     layers_per_stage: int = 2,
     alignment: int = 1,
     recompute: Callable[[int, int], int] = lambda stage, chunk: 0,
+    delay: Callable[[int, int], int | None] = lambda stage, chunk: None,
 ) -> Plan:
     """A plan of these chunks, one pipeline per entry of `forwards` (chunk ids in order)."""
     model = tiny_model(layers_per_stage * pp)
     layout = make_layout(model, pp, sp)
     pipelines = tuple(pipeline_of(chunks, forward, layout, recompute) for forward in forwards)
+    operations = split_operations(operations_of(pipelines, pp), delay)
     plan = Plan(
         model=model,
         cluster=BUILTIN_CLUSTERS["cpu-local"],
@@ -121,7 +144,7 @@ def make_plan(
         memory_limit_bytes=2**40,
         chunks=tuple(chunks),
         pipelines=pipelines,
-        streams=lower_plan(pipelines, chunks, layout, operations_of(pipelines, pp)),
+        streams=lower_plan(pipelines, chunks, layout, operations),
         predicted=Prediction(0.0, 0.0, (0,) * pp),
         solver=SolverStats("paper", 2, "optimal", 0.0, 0.01),
     )
@@ -136,7 +159,7 @@ def with_prediction(plan: Plan) -> Plan:
 
 
 def rich_plan() -> Plan:
-    """Three stages, sp 2, two pipelines; split, hybrid and batched chunks; recompute.
+    """Three stages, sp 2, two pipelines; split, hybrid and batched chunks; recompute; I and W.
 
     Sequence 0: slices of 8, 8, 4 (shorts beside the second and the tail); sequence 1: 4 and 5;
     sequence 2 of 6 and 3 tokens of 7 whole, 4 + 5 packed; 6 alone.
@@ -160,6 +183,7 @@ def rich_plan() -> Plan:
         layers_per_stage=4,
         alignment=4,
         recompute=lambda stage, chunk: (chunk + 2 * stage) % 5,
+        delay=lambda stage, chunk: chunk if (chunk + stage) % 3 else None,
     )
 
 
@@ -186,6 +210,11 @@ def random_plan(seed: int, max_sequences: int = 9) -> Plan:
     bounds = [0, *sorted(rng.sample(range(1, len(members)), num_pipelines - 1)), len(members)]
     forwards = [[c for block in members[a:b] for c in block] for a, b in pairwise(bounds)]
     table = [[rng.randint(0, layers) for _ in chunks] for _ in range(pp)]
+    share = rng.choice([0.0, 0.4, 1.0])
+    delays = [
+        [rng.choice([0, 1, 3, 99]) if rng.random() < share else None for _ in chunks]
+        for _ in range(pp)
+    ]
     return make_plan(
         lengths,
         chunks,
@@ -195,6 +224,7 @@ def random_plan(seed: int, max_sequences: int = 9) -> Plan:
         layers_per_stage=layers,
         alignment=alignment,
         recompute=lambda stage, chunk: table[stage][chunk],
+        delay=lambda stage, chunk: delays[stage][chunk],
     )
 
 

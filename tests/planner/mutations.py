@@ -98,7 +98,9 @@ def swap(plan: Plan, stage: int, first: Instruction, second: Instruction) -> Pla
 
 
 def find(plan: Plan, stage: int, op: Op, chunk: int) -> Instruction:
-    return next(i for i in plan.streams[stage] if i.op is op and i.chunk == chunk)
+    """The instruction; of a backward that is split in two, its first half."""
+    ops = (op, Op.BACKWARD_INPUT) if op is Op.BACKWARD else (op,)
+    return next(i for i in plan.streams[stage] if i.op in ops and i.chunk == chunk)
 
 
 def moved(stream: Sequence[Instruction], source: int, target: int) -> list[Instruction]:

@@ -96,6 +96,29 @@ def test_eq_1_chunk_times_use_the_area_with_context_and_count_padding() -> None:
         )
 
 
+def test_the_halves_of_a_backward_share_its_work_and_its_collectives() -> None:
+    costs = CostModel(MODEL, CLUSTER, LAYOUT).chunk_costs([SPLIT, PADDED])
+    assert costs.input_s is not None and costs.weight_s is not None
+    for chunk, tokens, area in ((0, 6, 16**2 - 10**2), (1, 8, 3**2 + 2**2 + 3**2)):
+        # one gather of 10 s each; half the linear work, and half a forward's fixed cost on top
+        inputs = max(1.0 * tokens + 0.08 * area + 5.0, 10.0) + 1.0 * tokens + 1.0
+        weights = max(1.0 * tokens + 1.5, 10.0)
+        for stage in range(2):
+            assert costs.input_s[stage, chunk] == pytest.approx(2 * inputs)
+            assert costs.weight_s[stage, chunk] == pytest.approx(2 * weights)
+
+
+def test_to_split_a_backward_never_saves_work() -> None:
+    cost = CostModel(MODEL, CLUSTER, LAYOUT)
+    tokens, areas = np.array([1.0, 6.0, 100.0]), np.array([1.0, 156.0, 90000.0])
+    costs = cost.size_costs(tokens, areas)
+    assert costs.input_s is not None and costs.weight_s is not None
+    more = (costs.input_s + costs.weight_s - costs.backward_s)[0] / 2
+    # gathers hide under the smallest chunk's fixed costs, under the longest one's work
+    assert more == pytest.approx([0.0, 4.0, 1.5])
+    assert cost.split_times(tokens, areas) == pytest.approx(more - 1.5)
+
+
 def test_the_loss_runs_forward_and_backward_inside_the_last_forward() -> None:
     costs = CostModel(MODEL, CLUSTER, LAYOUT).chunk_costs([SPLIT])
     logits = 2 * 32 * 8 / (1000 * 0.64 * 2)

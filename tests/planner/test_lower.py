@@ -15,7 +15,7 @@ from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.specs import Layout, make_layout
 from ds_infinipipe.planner.types import Chunk, Instruction, Op, PipelinePlan, Slice
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD)
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # that take what is received
 CHUNKS = (
     packed(1, Slice(0, 0, 4, False)),
     packed(1, Slice(0, 4, 4, True)),
@@ -70,11 +70,12 @@ def test_receives_stand_right_before_the_compute_op_ahead_of_their_consumer(seed
         for index, instruction in enumerate(stream):
             if instruction.op not in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
                 continue
-            kind = Op.FORWARD if instruction.op is Op.RECV_ACTIVATION else Op.BACKWARD
+            is_forward = instruction.op is Op.RECV_ACTIVATION
             consumer = next(
                 n
                 for n, i in enumerate(compute)
-                if stream[i].op is kind and stream[i].chunk == instruction.chunk
+                if (stream[i].op is Op.FORWARD) is is_forward
+                and stream[i].chunk == instruction.chunk
             )
             ahead = compute[max(0, consumer - 1)]
             assert index < ahead
@@ -89,7 +90,7 @@ def test_sends_follow_their_producer_at_once(seed: int) -> None:
             if instruction.op is Op.SEND_ACTIVATION:
                 assert (before.op, before.chunk) == (Op.FORWARD, instruction.chunk)
             elif instruction.op is Op.SEND_GRADIENT:
-                assert (before.op, before.chunk) == (Op.BACKWARD, instruction.chunk)
+                assert before.op.makes_gradient and before.chunk == instruction.chunk
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -122,7 +123,7 @@ def test_operations_on_a_chunk_of_no_pipeline_cannot_be_lowered() -> None:
 
 def test_only_compute_operations_are_lowered() -> None:
     layout, pipelines = parts(CHUNKS, [(0, 1)], 1)
-    with pytest.raises(ScheduleError, match="only F and B"):
+    with pytest.raises(ScheduleError, match="only F, B, I and W"):
         lower_plan(pipelines, CHUNKS, layout, [[(Op.SEND_ACTIVATION, 0)]])
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.memory import MemoryModel, saved_tensors
+from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
+from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.specs import BUILTIN_MODELS, Layout, ModelSpec, make_layout
 from ds_infinipipe.planner.types import Chunk, Instruction, Op, Slice
 
@@ -438,3 +439,84 @@ def test_other_zero_stages_are_refused(zero_stage: int) -> None:
 def test_an_empty_loss_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss_block_tokens is 0"):
         memory_of(block=0)
+
+
+HALF, WEIGHTS = Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+STASHED = 2 * (4 * 8 + 2 * 8 + 2 * 8 + 3 * 16)  # of a token in one layer, over both ranks
+
+
+def test_a_split_backward_stashes_inputs_and_output_gradients_of_the_projections() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    assert stashed_token_bytes(MODEL) == STASHED
+    assert memory.stash_bytes(0, chunk) == 3 * 3 * STASHED + HIDDEN  # and of the embedding
+    assert memory.stash_bytes(1, chunk) == 3 * STASHED
+    wide = replace(MODEL, head_dim=16, num_kv_heads=1)  # query 32, kv 16
+    assert stashed_token_bytes(wide) == 2 * (4 * 8 + 2 * 32 + 2 * 16 + 3 * 16)
+
+
+def test_key_and_value_gradients_are_stashed_as_the_projections_have_them() -> None:
+    """Fewer heads than ranks are replicated after the projection, odd ones padded."""
+    for heads, kv_heads in ((4, 2), (3, 3)):
+        model = replace(MODEL, num_heads=heads, head_dim=4, num_kv_heads=kv_heads)
+        expected = 2 * (4 * 8 + 2 * 4 * heads + 2 * 4 * kv_heads + 3 * 16)
+        assert stashed_token_bytes(model) == expected
+
+
+def test_an_input_gradient_keeps_the_product_and_what_it_stashes() -> None:
+    memory, chunk = memory_of(), whole(0, 6)
+    saved = memory.saved_bytes(chunk)
+    assert memory.input_figures(0, chunk) == (
+        3 * STASHED - saved,
+        saved - HIDDEN,
+        0,
+        HIDDEN + 3 * 3 * 16 * 2,  # three tokens a rank: gradients of gate, up and product
+    )
+    far = Chunk((Slice(0, 100, 6, False),))
+    kept = 3 * (2 * 8 + 3 * 16) * 2
+    attention = 4 * HIDDEN + (100 + 6) * 16 - 3 * (2 * 8 + 3 * 16) * 2 + kept
+    assert memory.input_figures(0, far)[3] == HIDDEN + attention
+
+
+def test_an_input_gradient_is_largest_at_the_first_or_last_layer_of_either_kind() -> None:
+    memory = memory_of(layout=Layout(1, 2, 1, (4,)))
+    for chunk in (whole(0, 6), Chunk((Slice(0, 4, 8, True),)), Chunk((Slice(0, 4, 8, False),))):
+        growth, rebuilt, absent, workspace = memory.input_figures(0, chunk)
+        for recompute in range(5):
+            alive, most = 0, []
+            for layer in range(4):
+                is_recomputed = layer >= 4 - recompute
+                later = (3 - layer) * absent
+                most.append(alive + (rebuilt if is_recomputed else 0) + workspace - later)
+                alive += growth + (rebuilt if is_recomputed else 0)
+            assert memory.input_transient(0, chunk, recompute) == max(most)
+
+
+def test_eq_8_a_stash_lies_from_the_input_gradient_to_the_weight_gradients() -> None:
+    memory, chunks = memory_of(), [whole(0, 6), whole(1, 6)]
+    held, stash = memory.held_bytes(0, chunks[0], 0), memory.stash_bytes(0, chunks[0])
+    transient = memory.input_transient(0, chunks[1], 0)
+    late = [(F, 0), (HALF, 0), (F, 1), (HALF, 1), (WEIGHTS, 0), (WEIGHTS, 1)]
+    assert activations_peak(memory, 0, late, chunks, [0, 0]) == stash + max(
+        held + transient, stash + memory.weight_transient(0, chunks[1])
+    )
+    soon = [(F, 0), (HALF, 0), (WEIGHTS, 0), (F, 1), (HALF, 1), (WEIGHTS, 1)]
+    assert activations_peak(memory, 0, soon, chunks, [0, 0]) == max(
+        held + transient, stash + memory.weight_transient(0, chunks[1])
+    )
+
+
+def test_a_split_tail_leaves_its_arena_and_its_gradients_to_the_first_slice() -> None:
+    memory = memory_of()
+    chunks = [Chunk((Slice(0, 0, 4, False),)), Chunk((Slice(0, 4, 8, True),))]
+    order = [(F, 0), (F, 1), (HALF, 1), (HALF, 0), (WEIGHTS, 1), (WEIGHTS, 0)]
+    arena, gradients = 3 * memory.arena_bytes(12), 3 * memory.kv_grad_bytes(4)
+    held = [memory.held_bytes(0, chunk, 0) for chunk in chunks]
+    stash = [memory.stash_bytes(0, chunk) for chunk in chunks]
+    moments = [
+        arena + held[0] + memory.forward_transient(0, chunks[0], 0),
+        arena + sum(held) + memory.forward_transient(0, chunks[1], 0),
+        arena + sum(held) + gradients + memory.input_transient(0, chunks[1], 0),
+        arena + held[0] + gradients + stash[1] + memory.input_transient(0, chunks[0], 0),
+        sum(stash) + memory.weight_transient(0, chunks[1]),
+    ]
+    assert activations_peak(memory, 0, order, chunks, [0, 0]) == max(moments)

@@ -12,6 +12,7 @@ from ds_infinipipe.planner.order import (
     backward_order,
     count_slices,
     forward_order,
+    split_backwards,
     stage_operations,
     window_size,
 )
@@ -112,3 +113,13 @@ def test_every_stage_runs_each_forward_once_before_its_backward(slices: list[int
             else:
                 live.remove(chunk)  # KeyError when the forward has not run
             assert len(live) <= window
+
+
+def test_weight_gradients_stand_as_far_behind_as_asked_or_at_the_end() -> None:
+    def split(delays: dict[int, int]) -> str:
+        return " ".join(f"{op.value}{chunk}" for op, chunk in split_backwards(stage, delays))
+
+    stage = [(Op(text[0]), int(text[1])) for text in ("F0", "F1", "B0", "F2", "B1", "B2")]
+    assert split({}) == "F0 F1 B0 F2 B1 B2"
+    assert split({0: 0, 2: 0}) == "F0 F1 I0 W0 F2 B1 I2 W2"
+    assert split({0: 2, 1: 1, 2: 9}) == "F0 F1 I0 F2 I1 W0 I2 W1 W2"

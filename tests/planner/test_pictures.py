@@ -79,8 +79,10 @@ def test_the_page_has_each_chunk_once_per_stage_direction_and_timeline(seed: int
         (name, stage, op, chunk)
         for name in ("predicted", "measured")
         for stage in range(plan.layout.pp)
-        for op in ("F", "B")
-        for chunk in range(len(plan.chunks))
+        for op, chunk in {(i.op.value, i.chunk) for i in plan.streams[stage] if i.op.is_compute}
+    }
+    assert {(s, k) for _, s, op, k in expected if op in "BI"} == {
+        (s, k) for s in range(plan.layout.pp) for k in range(len(plan.chunks))
     }
     assert shown == Counter(expected)
 
@@ -111,12 +113,14 @@ def test_tooltips_say_chunk_tokens_context_times_and_recompute() -> None:
     plan = rich_plan()
     bars = timeline_bars(unit_timeline(plan), plan)
     # chunk 1: 8 tokens behind 8 of sequence 0, 6 of sequence 2 beside them; (1 + 2) % 5 = 3 layers
-    bar = next(b for b in bars if (b.span.stage, b.span.op, b.span.chunk) == (1, Op.BACKWARD, 1))
+    bar = next(
+        b for b in bars if (b.span.stage, b.span.op, b.span.chunk) == (1, Op.BACKWARD_INPUT, 1)
+    )
     start, end = bar.span.start_s, bar.span.end_s
     assert bar.description.splitlines() == [
-        "B1 on stage 1",
+        "I1 on stage 1",
         "chunk 1, hybrid: 14 tokens of 2 sequences, context 8",
-        f"{start:.4g} s to {end:.4g} s, 3.5 s",
+        f"{start:.4g} s to {end:.4g} s, 2.5 s",
         "3 of 4 layers recomputed",
     ]
     assert 0.0 < bar.recompute_share < 1.0
@@ -129,7 +133,7 @@ def test_recompute_is_marked_on_those_backwards_that_recompute(seed: int) -> Non
     plan = random_plan(seed)
     table = recompute_map(plan)
     for bar in timeline_bars(forecast(plan), plan):
-        marked = bar.span.op is Op.BACKWARD and table[bar.span.stage][bar.span.chunk] > 0
+        marked = bar.span.op.makes_gradient and table[bar.span.stage][bar.span.chunk] > 0
         assert (bar.recompute_share > 0) == marked
 
 
@@ -139,7 +143,7 @@ def test_the_memory_series_has_the_predicted_peak_as_maximum(seed: int) -> None:
     for stage in range(plan.layout.pp):
         series = memory_series(plan, stage)
         assert max(total for _, total in series) == plan.predicted.peak_bytes[stage]
-        assert len(series) == 2 * len(plan.chunks)
+        assert len(series) == sum(i.op.is_compute for i in plan.streams[stage])
     assert plan.predicted.peak_bytes == peak_bytes_by_stage(plan)
 
 
@@ -170,7 +174,7 @@ def test_a_negative_transient_is_taken_off_the_gradients_that_are_not_there_yet(
     plan = rich_plan()
     during, _ = next(memory_usage(plan, 0))
     usage = replace(during, kv_gradients=50, activations=100, transient=-70)
-    assert usage_parts(usage) == (usage.states, 80, usage.kv_arenas, 0, 0)
+    assert usage_parts(usage) == (usage.states, 80, usage.kv_arenas, 0, 0, 0)
     assert sum(usage_parts(usage)) == usage.total
 
 

@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.codes import NOTHING, SPLIT
 from ds_infinipipe.planner.costs import ChunkCosts
+from ds_infinipipe.planner.forecast import forecast_streams
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
@@ -26,6 +28,7 @@ from ds_infinipipe.planner.order import (
     forward_order,
     shrinking_windows,
     slices_by_position,
+    split_backwards,
     stage_operations,
     static_windows,
 )
@@ -84,6 +87,8 @@ class Batch:
             rng.uniform(0.1, 4.0, self.shape),
             rng.uniform(0.0, 1.0, n),
             rng.uniform(0.0, 0.5, n),
+            rng.uniform(0.1, 2.0, self.shape),
+            rng.uniform(0.1, 2.0, self.shape),
         )
 
 
@@ -113,6 +118,26 @@ def batches(draw: st.DrawFn, max_pp: int = 16, max_sequences: int = 8) -> Batch:
 def orders_of(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     forward = forward_order(chunks, range(len(chunks)))
     return forward, backward_order(chunks, forward)
+
+
+def split_randomly(schedule: ScheduleArrays, seed: int) -> ScheduleArrays:
+    """Some backwards of each stage as I and W, up to a stage's length apart."""
+    rng = np.random.default_rng(seed)
+    code = {
+        Op.FORWARD: lambda k: k,
+        Op.BACKWARD: lambda k: -(k + 1),
+        Op.BACKWARD_INPUT: lambda k: -SPLIT - (k + 1),
+        Op.BACKWARD_WEIGHT: lambda k: SPLIT + k,
+    }
+    rows = []
+    for operations in schedule.as_operations():
+        share, most = rng.random(), int(rng.choice([1, 4, len(operations)]))
+        chunks = [k for op, k in operations if op is Op.BACKWARD and rng.random() < share]
+        delays = {k: int(rng.integers(0, most)) for k in chunks}
+        rows.append([code[op](k) for op, k in split_backwards(operations, delays)])
+    length = max(len(row) for row in rows)
+    padded = [row + [NOTHING] * (length - len(row)) for row in rows]
+    return replace(schedule, operations=np.array(padded, dtype=np.int64))
 
 
 def plan_of(batch: Batch, schedules: Sequence[ScheduleArrays], counts: np.ndarray) -> Plan:
@@ -202,12 +227,36 @@ def test_simulation_equals_the_walk_over_lowered_streams(
             backward_s=costs.backward_s,
             recompute_s=costs.recompute_s,
             p2p_s=costs.p2p_s,
+            input_s=costs.input_s,
+            weight_s=costs.weight_s,
         )
         simulated = simulate_schedule(join_schedules(parts), costs, counts)
         assert simulated.makespan_s == expected.makespan_s
         assert simulated.timeline().spans == expected.spans
         assert simulated.timeline().busy_s == pytest.approx(expected.busy_s, rel=1e-12)
         assert simulated.bubble_ratio == pytest.approx(expected.bubble_ratio, abs=1e-12)
+
+
+@given(batch=batches(), seed=seeds)
+@settings(deadline=None)
+def test_split_backwards_simulate_and_peak_as_the_readable_ones(batch: Batch, seed: int) -> None:
+    costs, counts = batch.random_costs(seed), batch.random_counts(seed)
+    memory = MemoryModel(batch.model, batch.layout)
+    schedule = split_randomly(shrinking_schedule(batch.chunks, batch.layout.pp), seed)
+    plan = plan_of(batch, [schedule], counts)
+    verify_plan(plan)
+    expected = forecast_streams(plan.streams, costs)
+    simulated = simulate_schedule(schedule, costs, counts)
+    assert simulated.makespan_s == expected.makespan_s
+    assert simulated.timeline().spans == expected.spans
+    assert simulated.timeline().busy_s == pytest.approx(expected.busy_s, rel=1e-12)
+    for recompute in (counts, 0 * counts):
+        peaks = MemoryArrays(memory, batch.chunks).peaks(schedule, recompute).tolist()
+        assert peaks == list(peak_bytes_by_stage(plan_of(batch, [schedule], recompute)))
+        assert peaks == [
+            memory.peak_bytes(stage, operations, batch.chunks, recompute[stage])
+            for stage, operations in enumerate(schedule.as_operations())
+        ]
 
 
 def test_simulation_without_counts_recomputes_nothing() -> None:
@@ -390,7 +439,8 @@ def test_kernels_compile_where_no_cache_can_be_written(tmp_path: Path) -> None:
     planner.mkdir(parents=True)
     (planner.parent / "__init__.py").touch()
     (planner / "__init__.py").touch()
-    (planner / "kernels.py").write_text((PACKAGE / "planner" / "kernels.py").read_text())
+    for name in ("kernels.py", "codes.py"):
+        (planner / name).write_text((PACKAGE / "planner" / name).read_text())
     (planner / "__pycache__").touch()
     home = tmp_path / "home"
     home.touch()

@@ -112,6 +112,36 @@ def test_a_transfer_delays_only_its_consumer() -> None:
     assert timeline.makespan_s == 9.5
 
 
+def test_a_split_backward_sends_its_gradient_before_its_weights() -> None:
+    streams = [
+        [Instruction.parse(t) for t in text.split()]
+        for text in (
+            "F0 SEND_F0 RECV_B0 I0 W0 STEP",
+            "RECV_F0 F0 I0 SEND_B0 W0 STEP",
+        )
+    ]
+    one = np.ones((2, 1))
+    timeline = simulate(
+        streams,
+        forward_s=one,
+        backward_s=4 * one,
+        recompute_s=[0.0],
+        p2p_s=[0.5],
+        input_s=1.5 * one,
+        weight_s=2 * one,
+    )
+    assert spans_of(timeline, 1) == [("F0", 1.5, 2.5), ("I0", 2.5, 4.0), ("W0", 4.0, 6.0)]
+    assert spans_of(timeline, 0) == [("F0", 0.0, 1.0), ("I0", 4.5, 6.0), ("W0", 6.0, 8.0)]
+    assert timeline.busy_s == (4.5, 4.5)
+
+
+def test_a_split_backward_without_times_of_its_own_is_refused() -> None:
+    stream = [Instruction.parse(t) for t in ("F0", "I0", "W0", "STEP")]
+    one = np.ones((1, 1))
+    with pytest.raises(ScheduleError, match="only times of whole backwards"):
+        simulate([stream], forward_s=one, backward_s=one, recompute_s=[0.0], p2p_s=[0.0])
+
+
 def test_recompute_lengthens_only_the_backward() -> None:
     plan = equal_plan(1, 1, recompute=lambda stage, chunk: 2)
     assert spans_of(unit_timeline(plan), 0) == [("F0", 0.0, 1.0), ("B0", 1.0, 4.0)]
@@ -125,6 +155,8 @@ def random_costs(plan: Plan, seed: int) -> dict[str, np.ndarray]:
         "backward_s": rng.uniform(0.1, 4.0, shape),
         "recompute_s": rng.uniform(0.0, 1.0, shape[1]),
         "p2p_s": rng.uniform(0.0, 0.5, shape[1]),
+        "input_s": rng.uniform(0.1, 2.0, shape),
+        "weight_s": rng.uniform(0.1, 2.0, shape),
     }
 
 
@@ -134,10 +166,12 @@ def event_by_event(
     backward_s: np.ndarray,
     recompute_s: np.ndarray,
     p2p_s: np.ndarray,
+    input_s: np.ndarray,
+    weight_s: np.ndarray,
 ) -> list[Span]:
     """Events in order of time: an operation ends, a tensor arrives. Nothing is looked ahead."""
     pp = len(streams)
-    queues = [[i for i in s if i.op in (Op.FORWARD, Op.BACKWARD)] for s in streams]
+    queues = [[i for i in s if i.op.is_compute] for s in streams]
     arrived = [set[tuple[Op, int]]() for _ in streams]
     is_busy = [False] * pp
     spans: list[Span] = []
@@ -148,15 +182,19 @@ def event_by_event(
         if is_busy[stage] or not queues[stage]:
             return
         head = queues[stage][0]
-        is_fed = stage > 0 or head.op is Op.BACKWARD
-        if is_fed and (head.op, head.chunk) not in arrived[stage]:
+        is_back = head.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        is_fed = is_back or (head.op is Op.FORWARD and stage > 0)
+        if is_fed and (Op.BACKWARD if is_back else head.op, head.chunk) not in arrived[stage]:
             return
         queues[stage].pop(0)
         is_busy[stage] = True
         if head.op is Op.FORWARD:
             end_s = now_s + float(forward_s[stage, head.chunk])
+        elif head.op is Op.BACKWARD_WEIGHT:
+            end_s = now_s + float(weight_s[stage, head.chunk])
         else:
-            end_s = now_s + float(backward_s[stage, head.chunk])
+            own_s = backward_s if head.op is Op.BACKWARD else input_s
+            end_s = now_s + float(own_s[stage, head.chunk])
             end_s += head.recompute * float(recompute_s[head.chunk])
         spans.append(Span(stage, head.op, head.chunk, now_s, end_s))
         heapq.heappush(events, (end_s, next(ticket), stage, "end", head.op, head.chunk))
@@ -172,9 +210,10 @@ def event_by_event(
             target = stage + 1 if op is Op.FORWARD else stage - 1
             if op is Op.FORWARD and stage == pp - 1:
                 arrived[stage].add((Op.BACKWARD, chunk))
-            elif 0 <= target < pp:
+            elif 0 <= target < pp and op is not Op.BACKWARD_WEIGHT:
                 at_s = now_s + float(p2p_s[chunk])
-                heapq.heappush(events, (at_s, next(ticket), target, "arrival", op, chunk))
+                kind = op if op is Op.FORWARD else Op.BACKWARD
+                heapq.heappush(events, (at_s, next(ticket), target, "arrival", kind, chunk))
         try_to_start(stage, now_s)
     return sorted(spans, key=lambda s: (s.stage, s.start_s))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.types import Chunk, ChunkKind, Instruction, Op, Plan, Slice
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD)
+RECOMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -84,7 +84,7 @@ def test_an_edited_plan_file_is_noticed(edit: Callable[[dict[str, Any]], None]) 
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
-    "foreign version": lambda d: d.update(version=2),
+    "foreign version": lambda d: d.update(version=1),
     "no digest": lambda d: d.pop("digest"),
     "no chunks": lambda d: d.pop("chunks"),
     "layout is a list": lambda d: d.update(layout=[1, 2]),
@@ -98,7 +98,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_file_that_is_no_plan_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     data = json.loads(rich_plan().to_json())
     damage(data)
-    with pytest.raises(ScheduleError, match="not a plan file of version 1"):
+    with pytest.raises(ScheduleError, match="not a plan file of version 2"):
         Plan.from_json(json.dumps(data))
 
 
@@ -114,13 +114,15 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
     st.integers(0, 99),
 )
 def test_instruction_text_goes_there_and_back(op: Op, chunk: int, layers: int) -> None:
-    instruction = Instruction(op, chunk, layers if op in COMPUTE else 0)
+    instruction = Instruction(op, chunk, layers if op in RECOMPUTING else 0)
     assert Instruction.parse(str(instruction)) == instruction
 
 
 def test_instruction_text_looks_like_this() -> None:
     assert str(Instruction(Op.FORWARD, 2)) == "F2"
     assert str(Instruction(Op.BACKWARD, 12, 3)) == "B12r3"
+    assert str(Instruction(Op.BACKWARD_INPUT, 4, 1)) == "I4r1"
+    assert str(Instruction(Op.BACKWARD_WEIGHT, 4)) == "W4"
     assert str(Instruction(Op.SEND_GRADIENT, 0)) == "SEND_B0"
     assert str(Instruction(Op.STEP)) == "STEP"
     assert Instruction.parse("STEP") == Instruction(Op.STEP)
@@ -132,9 +134,10 @@ def test_other_text_is_no_instruction(text: str) -> None:
         Instruction.parse(text)
 
 
-def test_only_f_and_b_carry_recomputed_layers() -> None:
-    with pytest.raises(ScheduleError, match="only F and B"):
-        Instruction.parse("SEND_F1r2")
+@pytest.mark.parametrize("text", ["SEND_F1r2", "W1r2"])
+def test_only_f_b_and_i_carry_recomputed_layers(text: str) -> None:
+    with pytest.raises(ScheduleError, match="only F, B and I"):
+        Instruction.parse(text)
 
 
 def test_a_chunk_knows_its_tokens_kind_and_area() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import break_chunks
 import break_frame
 import break_pipelines
+import break_splits
 import break_streams
 import pytest
 from handmade import make_plan, packed, random_plan, rich_plan, whole, with_prediction
@@ -23,7 +24,13 @@ from ds_infinipipe.planner.specs import Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk, ChunkKind, Op, Plan, Slice
 from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
 
-BREAKERS = (break_chunks, break_pipelines, break_streams, break_frame)  # fill MUTATIONS on import
+BREAKERS = (
+    break_chunks,
+    break_pipelines,
+    break_streams,
+    break_splits,
+    break_frame,
+)  # fill MUTATIONS on import
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -68,7 +75,7 @@ def test_most_mutations_apply_to_most_random_plans() -> None:
         plan = random_plan(seed)
         for name, (break_plan, _) in MUTATIONS.items():
             applied[name] += break_plan(plan, random.Random(seed)) is not None
-    assert len(BREAKERS) == 4 and len(applied) >= 60
+    assert len(BREAKERS) == 5 and len(applied) >= 70
     assert min(applied.values()) >= 10, applied
 
 
@@ -86,14 +93,16 @@ def _runs_to_the_end(plan: Plan) -> bool:
             while at[stage] < len(plan.streams[stage]):
                 _complete_receives(stage, posted, channels, have)
                 instruction = plan.streams[stage][at[stage]]
-                key = (instruction.op, instruction.chunk)
+                is_half = instruction.op is Op.BACKWARD_INPUT
+                key = (Op.BACKWARD if is_half else instruction.op, instruction.chunk)
                 needs = {
                     Op.FORWARD: {(Op.RECV_ACTIVATION, instruction.chunk)} if stage else set(),
                     Op.BACKWARD: {(Op.FORWARD, instruction.chunk)}
                     | ({(Op.RECV_GRADIENT, instruction.chunk)} if stage < pp - 1 else set()),
                     Op.SEND_ACTIVATION: {(Op.FORWARD, instruction.chunk)},
                     Op.SEND_GRADIENT: {(Op.BACKWARD, instruction.chunk)},
-                }.get(instruction.op, set())
+                    Op.BACKWARD_WEIGHT: {(Op.BACKWARD, instruction.chunk)},
+                }.get(key[0], set())
                 if not needs <= have[stage]:
                     break
                 if instruction.op is Op.SEND_ACTIVATION:
@@ -178,8 +187,16 @@ def test_the_memory_error_gives_need_limit_and_breakdown() -> None:
     with pytest.raises(ScheduleError) as error:
         verify_plan(plan)
     text = str(error.value)
-    assert re.search(r"stage 0 needs \d+\.\d\d GiB at instruction \d+ \([FB]\d", text)
-    for part in ("limit", "states", "activations", "kv arenas", "kv gradients", "transient"):
+    assert re.search(r"stage 0 needs \d+\.\d\d GiB at instruction \d+ \([FBIW]\d", text)
+    for part in (
+        "limit",
+        "states",
+        "activations",
+        "kv arenas",
+        "kv gradients",
+        "stashes",
+        "transient",
+    ):
         assert part in text
 
 
@@ -253,7 +270,7 @@ def test_the_verifiers_count_equals_the_memory_models_scan(seed: int) -> None:
     scanned = tuple(
         memory.peak_bytes(
             stage,
-            [(i.op, i.chunk) for i in stream if i.op in (Op.FORWARD, Op.BACKWARD)],
+            [(i.op, i.chunk) for i in stream if i.op.is_compute],
             plan.chunks,
             recompute[stage],
         )
