@@ -44,8 +44,9 @@ _NO_MICRO_BATCH = (
 
 # dotted key -> (values that work, what to do instead)
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "fp16.enabled": ((False, "auto"), "fp16 is not supported yet; use bf16 or fp32"),
-    "torch_autocast.enabled": ((False,), "autocast is not supported; use bf16 or fp32"),
+    "fp16.auto_cast": ((False,), "inputs are token ids, which have nothing to cast; remove it"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "master weights are fp32 here; remove it"),
+    "torch_autocast.enabled": ((False,), "autocast is not supported; use bf16, fp16 or fp32"),
     "hybrid_engine.enabled": ((False,), "the hybrid engine is not supported; remove the section"),
     "compile.deepcompile": ((False,), "DeepCompile is not supported; remove it"),
     "autotuning.enabled": ((False,), "autotuning is not supported; remove the section"),
@@ -54,9 +55,9 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_optimizer_states": ((False,), "optimizer states are fp32 here; remove it"),
     "data_types.grad_accum_dtype": (
         ("fp32", "bf16"),
-        "use fp32, or bf16 for a model in bf16; fp16 is not supported yet",
+        "use fp32, or bf16 for a model in bf16",
     ),
-    "communication_data_type": (("fp32", "bf16"), "use fp32 or bf16; fp16 is not supported yet"),
+    "communication_data_type": (("fp32", "bf16"), "use fp32 or bf16"),
     "zero_optimization.stage": ((0, 3), "use 3 to shard inside a stage, or 0 not to shard"),
     "zero_optimization.cpu_offload": ((False,), _NO_OFFLOAD),
     "zero_optimization.cpu_offload_param": ((False,), _NO_OFFLOAD),
@@ -165,11 +166,32 @@ _ZERO_SIZES = frozenset(
 _ZERO_OTHERS = frozenset({"leaf_module", "offload_optimizer", "offload_param", "stage", "zenflow"})
 ZERO_KEYS = _ZERO_FLAGS | _ZERO_SIZES | _ZERO_OTHERS
 
+_MAX_POWER = 64
+# the least and the most
+_FP16_COUNTS: Mapping[str, tuple[int, int | None]] = {
+    "initial_scale_power": (0, _MAX_POWER - 1),
+    "loss_scale_window": (1, None),
+    "hysteresis": (1, None),
+    "min_loss_scale": (1, None),
+}
+_FP16_KEYS = frozenset(
+    {
+        "auto_cast",
+        "consecutive_hysteresis",
+        "enabled",
+        "fp16_master_weights_and_grads",
+        "loss_scale",
+        *_FP16_COUNTS,
+    }
+)
+
 # they may be absent or null, and switch something off then
 _FLAGS = (
     "bf16.enabled",
     "bf16.check_grad_overflow",
     "bf16.immediate_grad_update",
+    "fp16.enabled",
+    "fp16.consecutive_hysteresis",
     "wall_clock_breakdown",
     "memory_breakdown",
     "dump_state",
@@ -220,11 +242,42 @@ def check_values(config: Mapping[str, Any]) -> None:
         config, "bf16.enabled"
     ):
         raise ConfigError("data_types.grad_accum_dtype is 'bf16' but bf16 is off: use fp32")
+    _check_fp16(config)
     _check_zero(config.get("zero_optimization", {}))
     if "optimizer" in config:
         check_optimizer(config["optimizer"])
     if "scheduler" in config:
         check_scheduler(config["scheduler"])
+
+
+def _check_fp16(config: Mapping[str, Any]) -> None:
+    section = config.get("fp16", {})
+    for name, value in section.items():
+        where = f"fp16.{name}"
+        if name not in _FP16_KEYS:
+            raise ConfigError(f"{where} is unknown{format_close_matches(name, _FP16_KEYS)}")
+        if name == "loss_scale" and not (is_finite_number(value) and 0 <= value < 2**_MAX_POWER):
+            raise ConfigError(
+                f"{where} is {value!r}; it must be a number below 2**{_MAX_POWER}, or 0 for a "
+                "scale that adapts itself"
+            )
+        if name in _FP16_COUNTS:
+            least, most = _FP16_COUNTS[name]
+            if not _is_size(value, least) or (most is not None and value > most):
+                upto = "" if most is None else f" and at most {most}"
+                raise ConfigError(
+                    f"{where} is {value!r}; it must be a whole number of at least {least}{upto}"
+                )
+    if not section.get("enabled"):
+        return
+    if _lookup(config, "bf16.enabled"):
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: switch one off")
+    whole = _lookup(config, "zero_optimization.stage", 0) == 0
+    if whole and _lookup(config, "optimizer.params.torch_adam") is False:
+        raise ConfigError(
+            "optimizer.params.torch_adam is False: fp16 without ZeRO steps with torch's Adam; "
+            "remove it, or set zero_optimization.stage to 3"
+        )
 
 
 def _check_zero(section: Mapping[str, Any]) -> None:

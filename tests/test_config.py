@@ -250,8 +250,9 @@ def test_gradients_are_reduce_scattered_in_small_buckets_unless_given() -> None:
     assert derive(zero_optimization=zero)["zero_optimization"]["reduce_bucket_size"] == 600
 
 
-def test_bf16_accumulates_gradients_in_fp32() -> None:
+def test_half_precision_accumulates_gradients_in_fp32() -> None:
     assert derive(bf16={"enabled": True})["data_types"]["grad_accum_dtype"] == "fp32"
+    assert derive(fp16={"enabled": True})["data_types"]["grad_accum_dtype"] == "fp32"
     assert "data_types" not in derive(bf16={"enabled": False})
 
 
@@ -278,7 +279,6 @@ def test_zero_stages_other_than_0_and_3_are_refused(stage: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"fp16": {"enabled": True}}, "not supported yet; use bf16 or fp32"),
         ({"train_micro_batch_size_per_gpu": 4}, "chunks take the place of micro-batches"),
         ({"gradient_accumulation_steps": 2}, "chunks take the place of micro-batches"),
         ({"sequence_parallel_size": 2}, "set infinipipe.parallel.sp instead"),

@@ -37,14 +37,16 @@ from ds_infinipipe.runtime.faults import (
     transport_reason,
 )
 from ds_infinipipe.runtime.feed import BatchFeed
+from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
+from ds_infinipipe.runtime.optimizer_step import OptimizerStepMixin
 from ds_infinipipe.runtime.p2p import Channels
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
 from ds_infinipipe.runtime.step import StepState
-from ds_infinipipe.runtime.surface import allow_zero3_with_pipeline
+from ds_infinipipe.runtime.surface import lifted_refusals
 from ds_infinipipe.runtime.watchdog import Activity, Watchdog
 
 __all__ = ["InfiniPipeEngine"]
@@ -55,7 +57,7 @@ logger = logging.getLogger(__name__)
 _Shared: TypeAlias = tuple[StepBatch, StepBatch]
 
 
-class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
+class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
     """Trains an InfiniPipeModule; `train_batch` owns the whole step.
 
     `report` describes the last step, `plan` and `batch` are what it ran, `timeline` what this rank
@@ -66,13 +68,14 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
     module: InfiniPipeModule
 
     def __init__(self, *, model: InfiniPipeModule, sequences_per_step: int, **kwargs: Any) -> None:
-        with allow_zero3_with_pipeline():
+        with lifted_refusals():
             super().__init__(model=model, **kwargs)
         self.settings: InfiniPipeConfig = model.settings
         self.sequences_per_step = sequences_per_step
         self.sp_size = self.grid.get_sequence_parallel_world_size()
         self.sp_rank = self.grid.get_sequence_parallel_rank()
         self.sequence_pg = self.grid.get_sequence_parallel_group() if self.sp_size > 1 else None
+        self.loss_scaler = adopt_loss_scaler(self)
         self.sharding = self._make_sharding()
         self.executor = StageExecutor(model.forward_funcs, self.sharding)
         self.rotary = make_rotary(model.hf_config, self.device)
@@ -210,28 +213,9 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         self.stop_requested = self._totals[3] > 0
         return totals[0]
 
-    def step_optimizer(self) -> None:
-        """Clip, step and schedule as DeepSpeed does, counting the sequences that were trained."""
-        if isinstance(self.sharding, ReplicatedSharding):
-            self._global_grad_norm = self._replicated_grad_norm()
-        self._exec_optimizer_step()
-        self._count_samples()
-
-    def skip_step(self) -> None:
-        """Leave the weights as they are and go on with the next batch."""
-        self._global_grad_norm = float("nan")
-        self.skipped_steps += 1
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-        self._count_samples()
-
     def request_stop(self) -> None:
         """Ask all ranks to stop after the step under way; they see it in `stop_requested`."""
         self._wants_stop = True
-
-    def _count_samples(self) -> None:
-        # DeepSpeed counted its own train_batch_size, which is not the number of sequences
-        self.global_samples += len(self._whole_batch.ids) - self.train_batch_size()
 
     # ---- called by the handlers
 
@@ -281,9 +265,10 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         layers = [list(layer.parameters()) for layer in self.module.forward_funcs]
         if self.module.zero_stage == 3:
             replica_pg = self.grid.replica_pg if self.module.layout.dp > 1 else None
-            return Zero3Sharding(self.optimizer, layers, self.sp_size, replica_pg)
+            return Zero3Sharding(self.optimizer, layers, self.sp_size, replica_pg, self.loss_scaler)
         is_alone = self.sp_size * self.module.layout.dp == 1
-        return ReplicatedSharding(layers, None if is_alone else self.grid.gradient_pg)
+        pg = None if is_alone else self.grid.gradient_pg
+        return ReplicatedSharding(layers, pg, self.loss_scaler)
 
     def _make_plan_service(self) -> PlanService:
         task = self.planning_task = PlanningTask(
@@ -329,22 +314,6 @@ class InfiniPipeEngine(CheckpointMixin, PipelineEngine):
         return StepBatch.from_samples(samples, max_positions(hf_config), hf_config.vocab_size)
 
     # ---- numbers
-
-    def clip_fp32_gradients(self) -> None:
-        """ZeRO-0 clipping by the norm over all stages, a weight tied across stages counted once."""
-        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1.0:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
-    def _replicated_grad_norm(self) -> float:
-        counted = [p.grad for p in self.module.parameters() if p.model_parallel]
-        squares = [g.detach().double().square().sum() for g in counted if g is not None]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        total = total.to(self.device)
-        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        return float(total.sqrt())
 
     def _make_report(
         self, plan: Plan, planning: PlanningReport | None, elapsed_s: float

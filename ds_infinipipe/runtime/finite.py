@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
 
 from ds_infinipipe.errors import NonFiniteError
+from ds_infinipipe.runtime.loss_scale import is_exhausted
 from ds_infinipipe.runtime.record import save_step
 
 if TYPE_CHECKING:
@@ -24,24 +25,50 @@ logger = logging.getLogger(__name__)
 def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     """True if the step's loss and gradients are finite on every rank; a collective over all.
 
-    Otherwise the step is saved for replay by one rank of each replica, and then skipped (False) or
-    NonFiniteError is raised, as `training.on_nonfinite` says.
+    An overflow of fp16 gradients beneath a finite loss lowers the loss scale and skips the step
+    (False), which is how dynamic scaling finds its scale. Otherwise the step is saved for replay by
+    one rank of each replica, and then skipped (False) or NonFiniteError is raised, as
+    `training.on_nonfinite` says: a loss that is not finite, or gradients that overflow even at the
+    smallest scale, no scale can cure.
     """
     loss_is_finite = math.isfinite(engine.executor.loss_sum)
     bad = not loss_is_finite or not engine.sharding.gradients_are_finite()
     votes = torch.tensor([float(bad), float(not loss_is_finite)], device=engine.device)
     dist.all_reduce(votes)
-    if not votes[0].item():
+    num_bad, num_bad_losses = (round(vote) for vote in votes.tolist())
+    if not num_bad:
         return True
-    what = "loss is" if votes[1].item() else "gradients are"
+    scaler = engine.loss_scaler
+    if scaler is not None and not num_bad_losses and not is_exhausted(scaler):
+        _lower_scale(engine, scaler)
+        return False
+    what = "loss is" if num_bad_losses else "gradients are"
+    _handle(engine, step, f"the {what} not finite on {num_bad} of {dist.get_world_size()} ranks")
+    return False
+
+
+def _lower_scale(engine: InfiniPipeEngine, scaler: Any) -> None:
+    before = scaler.cur_scale
+    scaler.update_scale(True)
+    if engine.global_rank == 0:
+        logger.warning(
+            "step %d: fp16 gradients overflowed at loss scale %g, which is %g now; skipped",
+            engine.global_steps + 1,
+            before,
+            scaler.cur_scale,
+        )
+
+
+def _handle(engine: InfiniPipeEngine, step: StepState, found: str) -> None:
+    """Save the step and end the run, or log that it is skipped, as the settings say."""
     settings = engine.settings.training
     name = f"step-{engine.global_steps + 1:06d}-replica-{engine.grid.replica}"
     if engine.global_rank == engine.grid.plan_rank:
         save_step(settings.failure_dir, name, step.plan, step.batch)
+    scale = "" if engine.loss_scaler is None else f" at loss scale {engine.loss_scaler.cur_scale:g}"
     message = (
-        f"step {engine.global_steps + 1}: the {what} not finite on {votes[0].item():.0f} of "
-        f"{dist.get_world_size()} ranks; the step is saved as {settings.failure_dir}/{name}.json "
-        "for 'infinipipe replay'"
+        f"step {engine.global_steps + 1}: {found}{scale}; the step is saved as "
+        f"{settings.failure_dir}/{name}.json for 'infinipipe replay'"
     )
     if settings.on_nonfinite == "stop":
         raise NonFiniteError(
@@ -50,4 +77,3 @@ def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
         )
     if engine.global_rank == 0:
         logger.warning("%s, and skipped", message)
-    return False

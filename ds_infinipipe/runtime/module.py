@@ -217,12 +217,14 @@ def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 def _training_dtype(
     config: Mapping[str, Any], zero_stage: int, dtype: torch.dtype | None
 ) -> torch.dtype:
-    is_bf16 = bool(config.get("bf16", {}).get("enabled"))
-    chosen = dtype or (torch.bfloat16 if is_bf16 else torch.float32)
-    if chosen == torch.bfloat16 and not is_bf16:
-        raise ConfigError(
-            'dtype is bfloat16, but the configuration lacks "bf16": {"enabled": true}'
-        )
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    enabled = [half for name, half in halves.items() if config.get(name, {}).get("enabled")]
+    chosen = dtype or (enabled[0] if enabled else torch.float32)
+    for name, half in halves.items():
+        if chosen == half and half not in enabled:
+            raise ConfigError(
+                f'dtype is {half}, but the configuration lacks "{name}": {{"enabled": true}}'
+            )
     if zero_stage == 0 and chosen == torch.bfloat16:
         raise ConfigError(
             "bf16 needs master weights, which ZeRO stage 0 does not keep here: set "

@@ -52,6 +52,7 @@ class Case:
     zero_stage: int = 3
     float64: bool = False
     bf16: bool = False
+    fp16: bool = False
     tied: bool = False
     num_layers: int = 4
     num_heads: int = 4
@@ -69,8 +70,8 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        if self.bf16:
-            return torch.bfloat16
+        if self.bf16 or self.fp16:
+            return torch.bfloat16 if self.bf16 else torch.float16
         return torch.float64 if self.float64 else torch.float32
 
 
@@ -117,6 +118,7 @@ def make_config(case: Case) -> dict[str, Any]:
         "gradient_clipping": case.clip,
         "steps_per_print": 1_000_000,
         "bf16": {"enabled": case.bf16},
+        "fp16": {"enabled": case.fp16},
         "zero_optimization": {
             "stage": case.zero_stage,
             "stage3_param_persistence_threshold": 40,
@@ -217,8 +219,8 @@ class Reference:
         module = engine.module
         fields = module.settings.model.load_hf_config()
         hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        # a reference in bf16 would have rounding of its own; its weights are bf16 values
-        dtype = torch.float32 if case.bf16 else case.dtype
+        # a reference in half precision would have rounding of its own; its weights are halves
+        dtype = torch.promote_types(case.dtype, torch.float32)
         self.model = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation="sdpa"
         )

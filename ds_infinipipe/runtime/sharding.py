@@ -35,7 +35,8 @@ class Sharding(Protocol):
     """What the executor calls, in the same order on all ranks of a stage."""
 
     loss_multiplier: float
-    """Factor on the loss that undoes averaging over the shard group."""
+    """Factor on the loss, undone before `finish_gradients` returns: it makes up for averaging over
+    the shard group, and in fp16 it is the loss scale."""
     counts: dict[str, int]
     """Collectives started since the engine was built, by kind."""
 
@@ -77,13 +78,20 @@ class Zero3Sharding:
     """Explicit gather, release and reduce on DeepSpeed's stage-3 optimizer."""
 
     def __init__(
-        self, optimizer: Any, layers: Layers, shard_size: int, replica_pg: Any = None
+        self,
+        optimizer: Any,
+        layers: Layers,
+        shard_size: int,
+        replica_pg: Any = None,
+        loss_scaler: Any = None,
     ) -> None:
         check_zero3_optimizer(optimizer)
         self._optimizer = optimizer
         self._layers = [list(parameters) for parameters in layers]
         self._in_flight: dict[int, Any] = {}
-        self.loss_multiplier = float(shard_size)  # reduce-scatter divides by the group size
+        self._shard_size = float(shard_size)  # which reduce-scatter divides by
+        self._loss_scaler = loss_scaler
+        self.loss_multiplier = self._shard_size
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
         self._sum = None if replica_pg is None else self._make_sum(replica_pg)
         optimizer.parameter_offload._remove_module_hooks()
@@ -103,6 +111,8 @@ class Zero3Sharding:
         # get their first gradient of a step at different flushes (the head's come in a forward),
         # so always add, onto zeros.
         self._optimizer.grad_partitions_flat_buffer.zero_()
+        if self._loss_scaler is not None:
+            self.loss_multiplier = float(self._loss_scaler.cur_scale)
         self._optimizer.micro_step_id = 1
         self._optimizer._epilogue_ran_this_backward = False
         if self._sum is not None:
@@ -152,6 +162,9 @@ class Zero3Sharding:
         if self._sum is not None:
             self._sum.finish()
             self.counts["sum"] = self._sum.started
+        if self._loss_scaler is not None:
+            factor = self._shard_size / self.loss_multiplier
+            self._optimizer.grad_partitions_flat_buffer.mul_(factor)
         if tied is not None:
             # both copies are partitioned alike, so partitions pair up by shard index
             dist.all_reduce(gradient_partition(self._optimizer, tied), group=tied_pg)
@@ -164,17 +177,26 @@ class Zero3Sharding:
 
 
 class ReplicatedSharding:
-    """ZeRO-0: every rank of a stage holds all parameters; gradients are summed once per step."""
+    """ZeRO-0: every rank of a stage holds all parameters; gradients are summed once per step.
 
-    def __init__(self, layers: Layers, gradient_pg: Any) -> None:
+    Gradients of fp16 parameters accumulate in float32.
+    """
+
+    def __init__(self, layers: Layers, gradient_pg: Any, loss_scaler: Any = None) -> None:
         """`gradient_pg` has all ranks of the stage in all replicas; None where this is the one."""
         self._owned = owned_parameters(layers)
         self._sum = GradientSum(len(self._owned), self._gradients_of, gradient_pg)
         self._is_alone = gradient_pg is None
+        self._loss_scaler = loss_scaler
         self.loss_multiplier = 1.0
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
+        for parameter in self._parameters():
+            parameter.grad = None
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
     def begin_step(self) -> None:
+        if self._loss_scaler is not None:
+            self.loss_multiplier = float(self._loss_scaler.cur_scale)
         self._sum.begin_step()
         for parameter in self._parameters():
             parameter.grad = None
@@ -204,6 +226,10 @@ class ReplicatedSharding:
         if not self._is_alone:
             self._sum.finish()
             self.counts["sum"] = self._sum.started
+        if self._loss_scaler is not None:
+            for parameter in self._parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(self.loss_multiplier)
         if tied is not None:
             dist.all_reduce(tied.grad, group=tied_pg)
 
@@ -214,7 +240,7 @@ class ReplicatedSharding:
         """Those of the layer's own parameters; zeros where a replica had nothing to do."""
         for parameter in self._owned[layer]:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         return [p.grad for p in self._owned[layer] if p.grad is not None]
 
     def gradients_are_finite(self) -> bool:

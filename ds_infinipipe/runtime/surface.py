@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -29,10 +30,11 @@ from ds_infinipipe.errors import ConfigError
 __all__ = [
     "SUPPORTED_DEEPSPEED",
     "SUPPORTED_TORCH",
-    "allow_zero3_with_pipeline",
+    "check_fp16_optimizer",
     "check_surface",
     "check_zero3_optimizer",
     "gradient_partition",
+    "lifted_refusals",
     "reduce_pending_gradients",
     "skip_shared_memory_build",
 ]
@@ -47,6 +49,7 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
         "_aggregate_total_loss",
         "_exec_optimizer_step",
         "_exec_schedule",
+        "_get_optimizer_loss_scale",
         "_take_model_step",
         "_train_schedule",
         "clip_fp32_gradients",
@@ -55,11 +58,14 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     DeepSpeedZeroOptimizer_Stage3: (
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
         "independent_gradient_partition_epilogue",
+        "override_loss_scale",
         "reduce_ready_partitions_and_remove_grads",
     ),
     DeepSpeedZeRoOffload: ("_remove_module_hooks",),
     pipe_engine: ("ZeroStageEnum",),
     partition_parameters: ("ZeroParamStatus", "GatheredParameters"),
+    FP16_UnfusedOptimizer: ("refresh_fp32_params",),
+    type(get_accelerator()): ("is_fp16_supported",),
 }
 
 _OPTIMIZER_ATTRIBUTES = (
@@ -127,6 +133,13 @@ def reduce_pending_gradients(optimizer: Any) -> None:
         optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
 
+def check_fp16_optimizer(optimizer: Any) -> None:
+    """Raise ConfigError where the fp16 optimizer without ZeRO lacks what `loss_scale` sets."""
+    names = ("clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "optimizer")
+    missing = [n for n in names if not hasattr(optimizer, n)]
+    _refuse_missing([f"{type(optimizer).__name__}.{name}" for name in missing])
+
+
 def _check_version(package: str, version: str, supported: tuple[str, str]) -> None:
     low, high = supported
     if not Version(low) <= Version(Version(version).base_version) < Version(high):
@@ -145,19 +158,25 @@ def _refuse_missing(missing: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def allow_zero3_with_pipeline() -> Iterator[None]:
-    """Lift PipelineEngine's refusal of ZeRO-2/3 for the length of its constructor.
+def lifted_refusals() -> Iterator[None]:
+    """Lift what DeepSpeed refuses for no reason that holds here, while an engine is constructed.
 
-    The base class reads the module-global `ZeroStageEnum` once, in that assertion. It refuses
-    because hooks would repeat the collectives per micro-batch and lose gradients; our sharding
-    driver removes those hooks and places every gather and reduction itself.
+    * ZeRO-2/3 with pipelines: PipelineEngine reads the module-global `ZeroStageEnum` once, in that
+      assertion. It refuses because hooks would repeat the collectives per micro-batch and lose
+      gradients; our sharding driver removes those hooks and places every collective itself.
+    * fp16 on a CPU without fp16 arithmetic, where torch computes it all the same, slowly: that
+      serves to check on a laptop what a GPU will do.
     """
     original = pipe_engine.ZeroStageEnum
     pipe_engine.ZeroStageEnum = SimpleNamespace(gradients=original.max_stage + 1)
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
     try:
         yield
     finally:
         pipe_engine.ZeroStageEnum = original
+        vars(accelerator).pop("is_fp16_supported", None)
 
 
 def skip_shared_memory_build() -> None:

@@ -1,4 +1,4 @@
-"""bf16 training is as close to float32 as Hugging Face's own bf16 run of the same batch."""
+"""Half-precision training is as close to float32 as Hugging Face's own of the same batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import warnings
 
 import pytest
-import torch
 from ranks import run_ranks
 
 from ds_infinipipe.runtime import selftest
@@ -24,14 +23,14 @@ def _errors(rank: int, case: Case) -> list[tuple[float, float, float, float]]:
     warnings.simplefilter("ignore", FutureWarning)
     engine = selftest.build_engine(case)
     exact, plain = Reference(engine, case), Reference(engine, case)
-    plain.model.to(torch.bfloat16)
+    plain.model.to(case.dtype)
     found = []
     for step in range(case.steps):
         batch = selftest.random_batch(case, step)
         exact.copy_weights(engine)
         plain.copy_weights(engine)
         for a, b in zip(exact.model.parameters(), plain.model.parameters(), strict=True):
-            a.data.copy_(b.data)  # float32 masters rounded as the bf16 weights are
+            a.data.copy_(b.data)  # float32 masters rounded as the half-precision weights are
         wanted, _ = exact.run(batch)
         plain_loss, _ = plain.run(batch)
         rms: list[tuple[float, float]] = []
@@ -68,3 +67,19 @@ def test_bf16_gradients_are_as_good_as_those_of_plain_bf16(case: Case) -> None:
             assert mine <= 1.75 * theirs, (mine, theirs)
             assert mine < 0.1
             assert loss_error < 5e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", 2, 2, fp16=True, steps=3),
+        Case("qwen3", 2, 1, fp16=True, tied=True, zero_stage=0, steps=3, seed=4),
+    ],
+    ids=["llama 2x2 ZeRO-3", "qwen3 tied 2x1 ZeRO-0"],
+)
+def test_fp16_gradients_are_as_good_as_those_of_plain_fp16(case: Case) -> None:
+    for steps in run_ranks(_errors, case.pp * case.sp, case, timeout=120.0):
+        for mine, theirs, loss_error, _ in steps:
+            assert mine <= 1.75 * theirs, (mine, theirs)
+            assert mine < 0.01
+            assert loss_error < 5e-4

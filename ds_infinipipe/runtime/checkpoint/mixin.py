@@ -33,6 +33,7 @@ __all__ = ["CheckpointMixin"]
 
 logger = logging.getLogger(__name__)
 
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _NEUTRAL_CONFIG = frozenset({"architectures", "dtype", "transformers_version"})
 
 
@@ -44,6 +45,7 @@ class CheckpointMixin:
     global_steps: int
     global_samples: int
     skipped_steps: int
+    loss_scaler: Any
     lr_scheduler: Any
     module: Any
     optimizer: Any
@@ -168,7 +170,7 @@ class CheckpointMixin:
             model=self._model_config(),
             optimizer=_optimizer_kind(self.optimizer),
             param_groups=[_plain(g) for g in _basic(self.optimizer).param_groups],
-            loss_scale=_loss_scale(self.optimizer),
+            loss_scale=_loss_scale(self.loss_scaler),
             sampler=self._sampler_state(),
             planner=self.settings.planner.model_dump(mode="json"),
             versions={n: importlib.metadata.version(n) for n in ("ds-infinipipe", "deepspeed")}
@@ -255,10 +257,22 @@ class CheckpointMixin:
         self.global_steps = manifest.global_steps
         self.global_samples = manifest.global_samples
         self.skipped_steps = manifest.skipped_steps
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        if scaler is not None and manifest.loss_scale is not None:
-            for name, value in manifest.loss_scale.items():
-                setattr(scaler, name, value)
+        self._restore_loss_scale(manifest)
+
+    def _restore_loss_scale(self, manifest: Manifest) -> None:
+        """Go on with the saved scale; what the run's own settings say of it stays."""
+        scaler, saved = self.loss_scaler, manifest.loss_scale
+        if scaler is None or not scaler.dynamic:
+            return
+        if saved is None or not saved.get("dynamic"):
+            if self.global_rank == 0:
+                logger.warning(
+                    "the checkpoint has no dynamic loss scale: it starts anew at %g",
+                    scaler.cur_scale,
+                )
+            return
+        for name in _SCALER_STATE:
+            setattr(scaler, name, saved[name])
 
     def _restore_schedule(self, manifest: Manifest, extras: Mapping[str, Any]) -> None:
         groups = _basic(self.optimizer).param_groups
@@ -307,8 +321,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    scaler = getattr(optimizer, "loss_scaler", None)
+def _loss_scale(scaler: Any) -> dict[str, Any] | None:
     if scaler is None:
         return None
     return {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}

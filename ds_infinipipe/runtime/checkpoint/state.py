@@ -133,36 +133,37 @@ class _ShardedState:
 
 
 class _WholeState:
-    """ZeRO-0: the parameters are their own masters."""
+    """ZeRO-0: whole tensors. fp32 parameters are their own masters, fp16 ones have some beside."""
 
     shard = 0
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
-        if any(p.dtype.itemsize < 4 for p in named.values()):
-            raise CheckpointError(
-                "half-precision weights without ZeRO-3 keep no masters that could be saved: set "
-                "zero_optimization.stage to 3"
-            )
         self._named = named
-        self._optimizer = optimizer
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        halves = [p for group in getattr(optimizer, "fp16_groups", ()) for p in group]
+        masters = [p for group in getattr(optimizer, "fp32_groups", ()) for p in group]
+        self._masters = dict(zip(halves, masters, strict=True))
 
     def shares(self) -> list[Share]:
         return [self._share(*item) for item in self._named.items()]
 
     def _share(self, name: str, parameter: torch.nn.Parameter) -> Share:
-        tensors, counters = _split(self._optimizer.state.get(parameter, {}), parameter)
-        views = {k: t.data.view(-1) for k, t in {WEIGHT: parameter, **tensors}.items()}
+        master = self._masters.get(parameter, parameter)
+        tensors, counters = _split(self._optimizer.state.get(master, {}), master)
+        views = {k: t.data.view(-1) for k, t in {WEIGHT: master, **tensors}.items()}
         return Share(name, 0, parameter.numel(), views, counters)
 
     def allocate(self, kinds: Mapping[str, Sequence[str]], counters: _Counters) -> None:
         for name, parameter in self._named.items():
-            _allocate(self._optimizer, parameter, [name], kinds, counters)
+            master = self._masters.get(parameter, parameter)
+            _allocate(self._optimizer, master, [name], kinds, counters)
 
     def begin_load(self) -> None:
         """Nothing is gathered."""
 
     def finish_load(self) -> None:
-        """The masters are what is trained with."""
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.data)
 
 
 def _split(state: Mapping[str, Any], flat: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
