@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ds_infinipipe.planner.chunking import chunk_sequences
 from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.links import step_reduction_s
+from ds_infinipipe.planner.gradient_sum import GradientSums
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.schedule_arrays import shrinking_schedule, simulate_schedule
@@ -26,26 +26,28 @@ def work_bound_s(
     layout: Layout,
     zero_stage: int = 3,
 ) -> float:
-    """No plan of this layout takes less: work of the most loaded stage, without any fixed cost.
+    """No plan of this layout takes less: each stage's work, without any fixed cost, and its sum.
 
     Neither recomputation nor bubbles, latencies or gathers count. A replica has at least the mean
-    work, and at least that of the longest sequence; the gradient reduction comes on top.
+    work, and at least that of the longest sequence; what of the gradients' sum nothing hides comes
+    on top.
     """
     c = CostModel(model, cluster, layout, zero_stage).coefficients
     token_s = 3 * c.linear_s + 2 * c.all2all_s
     area_s = c.attention_forward_s + c.attention_backward_s
+    sums = GradientSums.of(model, layout, cluster, zero_stage)
 
-    def work_s(tokens: float, area: float) -> float:
+    def bound_s(tokens: float, area: float) -> float:
         layer_s = token_s * tokens + area_s * area
-        last_s = layout.stage_layers[-1] * layer_s + 3 * c.logits_s * tokens
-        return max(max(layout.stage_layers) * layer_s, last_s)
+        stages = [layers * layer_s for layers in layout.stage_layers]
+        stages[-1] += 3 * c.logits_s * tokens
+        return max(work + sums.least_s(stage) for stage, work in enumerate(stages))
 
     area = math.fsum(float(n) ** 2 for n in lengths)
     longest = max(lengths, default=0)
-    work = max(
-        work_s(sum(lengths) / layout.dp, area / layout.dp), work_s(longest, float(longest) ** 2)
+    return max(
+        bound_s(sum(lengths) / layout.dp, area / layout.dp), bound_s(longest, float(longest) ** 2)
     )
-    return work + step_reduction_s(model, layout, cluster, zero_stage)
 
 
 def estimate_s(
@@ -82,7 +84,7 @@ def estimate_s(
         )
         schedule = shrinking_schedule(chunks, layout.pp)
         times.append(simulate_schedule(schedule, cost.chunk_costs(chunks)).makespan_s)
-    return min(times) + step_reduction_s(model, layout, cluster, zero_stage)
+    return min(times) + GradientSums.of(model, layout, cluster, zero_stage).least_s(0)
 
 
 def _with_longest(lengths: Sequence[int], layout: Layout, cost: CostModel) -> list[int]:

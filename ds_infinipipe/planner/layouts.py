@@ -2,7 +2,7 @@
 
 One stage (pp = 1) is plain ZeRO-3 with Ulysses, data-parallel replicas beside it. The replicas of
 dp > 1 get sub-batches of balanced predicted time and a plan each; they wait for the slowest and sum
-their gradients once a step.
+their gradients once a step, as far as possible beside the last backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import Enum
 
 from ds_infinipipe.errors import ConfigError, DataError, InfeasiblePlanError
 from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.gradient_sum import step_time_s
 from ds_infinipipe.planner.layout_bounds import estimate_s, work_bound_s
-from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.replicas import idle_plan, split_batch
 from ds_infinipipe.planner.search import plan_batch
 from ds_infinipipe.planner.settings import PlannerSettings
@@ -49,8 +49,9 @@ class LayoutStatus(str, Enum):
 class LayoutOutcome:
     """One layout with its predicted step, or why it has none.
 
-    `step_time_s` has the gradient reduction; both times are inf where there is no plan, except that
-    `bound_s` holds for every possible layout. `plans` is one per replica.
+    `step_time_s` has what is left of the gradients' sum after the last backward. Both times are inf
+    where there is no plan, except that `bound_s` holds for every possible layout. `plans` has one
+    for each replica.
     """
 
     degrees: tuple[int, int, int]
@@ -170,22 +171,19 @@ class _Search:
         if bound_s >= self.best_s:
             reason = f"at least {bound_s:.4g} s of work, the best takes {self.best_s:.4g} s"
             return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
-        reduction_s = step_reduction_s(self.model, layout, self.cluster, self.zero_stage)
         plans: list[Plan] = []
         try:
             for plan in self._replicas(layout):
                 plans.append(plan)
-                so_far_s = plan.predicted.step_time_s + reduction_s
+                so_far_s = step_time_s(plans)
                 if so_far_s >= self.best_s and len(plans) < layout.dp:
                     reason = f"a replica takes {so_far_s:.4g} s, the best {self.best_s:.4g} s"
                     return LayoutOutcome(degrees, LayoutStatus.SLOWER, bound_s, reason=reason)
         except InfeasiblePlanError as error:
             return LayoutOutcome(degrees, LayoutStatus.INFEASIBLE, bound_s, reason=str(error))
-        step_time_s = max(plan.predicted.step_time_s for plan in plans) + reduction_s
-        self.best_s = min(self.best_s, step_time_s)
-        return LayoutOutcome(
-            degrees, LayoutStatus.PLANNED, bound_s, step_time_s, plans=tuple(plans)
-        )
+        takes_s = step_time_s(plans)
+        self.best_s = min(self.best_s, takes_s)
+        return LayoutOutcome(degrees, LayoutStatus.PLANNED, bound_s, takes_s, plans=tuple(plans))
 
     def _replicas(self, layout: Layout) -> Iterator[Plan]:
         return plan_replicas(

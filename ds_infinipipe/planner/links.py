@@ -15,8 +15,9 @@ __all__ = [
     "all2all_s",
     "gather_s",
     "p2p_token_s",
+    "replica_sum_s",
     "stages_share_a_node",
-    "step_reduction_s",
+    "sum_shares_links",
 ]
 
 
@@ -62,28 +63,34 @@ def p2p_token_s(model: ModelSpec, layout: Layout, cluster: ClusterSpec) -> float
     return token_bytes / (cluster.node_p2p_bandwidth * nodes_per_stage)
 
 
-def step_reduction_s(
-    model: ModelSpec, layout: Layout, cluster: ClusterSpec, zero_stage: int = 3
-) -> float:
-    """Seconds to sum the gradients over the replicas, once a step; 0 with one replica.
+def replica_sum_s(rank_bytes: float, layout: Layout, cluster: ClusterSpec) -> float:
+    """Seconds to add `rank_bytes` of every rank up over the replicas; 0 with one replica.
 
-    Four bytes a parameter, sharded over sp with ZeRO-3. Replicas in one node add up over its links
-    first, then the nodes exchange what is distinct through their adapters; a ring's two passes
-    each. Nothing of it is taken to hide under the last backward.
+    Replicas in one node add up over its links first, then the nodes exchange what is distinct
+    through their adapters; a ring's two passes each.
     """
-    if layout.dp == 1:
+    if layout.dp == 1 or rank_bytes == 0:
         return 0.0
-    params = [layers * model.layer_params for layers in layout.stage_layers]
-    params[0] += model.embedding_params
-    params[-1] += model.embedding_params
-    rank_bytes = 4 * max(params) / (layout.sp if zero_stage == 3 else 1)
-    ranks, devices = layout.pp * layout.sp, cluster.devices_per_node
-    inside = min(layout.dp, devices // ranks) if stages_share_a_node(layout, cluster) else 1
-    outside = -(-layout.dp // inside)
+    inside, outside = _replica_spread(layout, cluster)
     link_s = 2 * (inside - 1) / inside * rank_bytes / cluster.gather_bandwidth
-    distinct = min(devices, ranks) * rank_bytes
+    distinct = min(cluster.devices_per_node, layout.pp * layout.sp) * rank_bytes
     nic_s = 2 * (outside - 1) / outside * distinct / cluster.node_p2p_bandwidth
     return link_s + nic_s + 2 * cluster.collective_latency_s
+
+
+def sum_shares_links(layout: Layout, cluster: ClusterSpec) -> bool:
+    """True where the replicas' sum goes over links that a stage's own collectives use."""
+    inside, outside = _replica_spread(layout, cluster)
+    gathers_inside = layout.sp > 1
+    gathers_outside = layout.sp > cluster.devices_per_node
+    return (inside > 1 and gathers_inside) or (outside > 1 and gathers_outside)
+
+
+def _replica_spread(layout: Layout, cluster: ClusterSpec) -> tuple[int, int]:
+    """(replicas in a node, groups of them in different nodes)."""
+    ranks, devices = layout.pp * layout.sp, cluster.devices_per_node
+    inside = min(layout.dp, devices // ranks) if stages_share_a_node(layout, cluster) else 1
+    return inside, -(-layout.dp // inside)
 
 
 def _spread(ranks: int, cluster: ClusterSpec) -> tuple[int, int]:

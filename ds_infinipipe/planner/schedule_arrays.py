@@ -33,6 +33,7 @@ __all__ = [
     "SimulatedSchedule",
     "build_schedule",
     "check_shape",
+    "decode",
     "join_schedules",
     "load_kernels",
     "shrinking_schedule",
@@ -75,7 +76,7 @@ class ScheduleArrays:
     def as_operations(self) -> tuple[tuple[tuple[Op, int], ...], ...]:
         """The lists that `lower_plan` takes."""
         return tuple(
-            tuple(_decode(code) for code in row if code != NOTHING)
+            tuple(decode(code) for code in row if code != NOTHING)
             for row in self.operations.tolist()
         )
 
@@ -217,7 +218,8 @@ def check_shape(name: str, values: NDArray[Any], shape: tuple[int, int]) -> None
         raise ScheduleError(f"{name} have shape {values.shape}, [pp, chunks] is {shape}")
 
 
-def _decode(code: int) -> tuple[Op, int]:
+def decode(code: int) -> tuple[Op, int]:
+    """Operation and chunk of a code of codes.py, NOTHING apart."""
     if code >= SPLIT:
         return Op.BACKWARD_WEIGHT, code - SPLIT
     if code >= 0:
@@ -232,7 +234,7 @@ def _describe_deadlock(schedule: ScheduleArrays, done: IntArray) -> str:
     stuck = [stage for stage in range(schedule.pp) if done[stage] < length]
     rows = []
     for stage in stuck[:_SHOWN_STAGES]:
-        op, chunk = _decode(int(schedule.operations[stage, done[stage]]))
+        op, chunk = decode(int(schedule.operations[stage, done[stage]]))
         total = int((schedule.operations[stage] != NOTHING).sum())
         place = f"{op.value}{chunk} ({done[stage]} of {total} done)"
         rows.append(f"stage {stage} waits at {place}")

@@ -15,6 +15,7 @@ from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.forecast import forecast_streams
+from ds_infinipipe.planner.gradient_sum import GradientSums
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
 from ds_infinipipe.planner.lean.assemble import assemble_lean
 from ds_infinipipe.planner.lean.search import search_lean
@@ -74,7 +75,9 @@ def plan_batch(
     deadline = Deadline.of(settings, batch, cost)
     plan: Plan | None = None
     if settings.mode == "lean":
-        choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline)
+        has_replicas = layout.dp > 1
+        sums = GradientSums.of(model, layout, cluster, zero_stage) if has_replicas else None
+        choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline, sums)
         if choice is not None:
             plan = assemble_lean(
                 choice, batch, cost, cluster, memory, limit_bytes, settings, zero_stage, started_s

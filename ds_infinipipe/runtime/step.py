@@ -40,7 +40,10 @@ class StepState:
         self.instruction: Instruction | None = None
         self._arenas: dict[int, SequenceArena] = {}
         stream = plan.streams[engine.stage_id]
-        self._final_position = {i.op: position for position, i in enumerate(stream)}
+        self._final_positions = {
+            max((p for p, i in enumerate(stream) if i.op in ops), default=-1)
+            for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_WEIGHT))
+        }
         self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)
 
     def chunk_input(self, chunk: int) -> ChunkInput:
@@ -62,9 +65,8 @@ class StepState:
         return given
 
     def is_final(self, position: int) -> bool:
-        """True for the stage's last instruction of its kind in the step."""
-        op = self.plan.streams[self._engine.stage_id][position].op
-        return self._final_position[op] == position
+        """True for the stage's last forward, and for what makes its last weight gradients."""
+        return position in self._final_positions
 
     def output_gradient(self, chunk: int) -> torch.Tensor | None:
         """The received gradient of a chunk's output; None on the last stage, which makes it."""

@@ -16,8 +16,9 @@ from ds_infinipipe.planner.links import (
     all2all_s,
     gather_s,
     p2p_token_s,
+    replica_sum_s,
     stages_share_a_node,
-    step_reduction_s,
+    sum_shares_links,
 )
 from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, ModelSpec, make_layout
 
@@ -159,22 +160,27 @@ def test_sending_inside_a_node_is_what_chunks_are_charged() -> None:
     assert across.p2p_s[0] - latency_s == pytest.approx(6 * 16 / 2)
 
 
-def test_one_replica_reduces_nothing() -> None:
-    assert step_reduction_s(MODEL, make_layout(MODEL, 2, 4), CLUSTER) == 0.0
+def test_one_replica_sums_nothing() -> None:
+    assert replica_sum_s(1e9, make_layout(MODEL, 2, 4), CLUSTER) == 0.0
 
 
 def test_replicas_in_a_node_add_up_before_the_adapter() -> None:
-    # layers 4 * (8 * 8 * 4 + 3 * 8 * 16), embedding and head 32 * 8 each
-    params = 4 * (256 + 384) + 2 * 256
     whole = make_layout(MODEL, 1, 4, 2)  # a node each: 4 shards meet in the adapter
-    assert step_reduction_s(MODEL, whole, CLUSTER) == pytest.approx(
-        2 * 1 / 2 * 4 * (4 * params / 4) / 2
-    )
+    assert replica_sum_s(100, whole, CLUSTER) == pytest.approx(2 * 1 / 2 * 4 * 100 / 2)
     paired = make_layout(MODEL, 1, 2, 4)  # two in a node: over links, then 2 shards a node
-    shard = 4 * params / 2
-    assert step_reduction_s(MODEL, paired, CLUSTER) == pytest.approx(
-        2 * 1 / 2 * shard / 8 + 2 * 1 / 2 * 2 * shard / 2
+    assert replica_sum_s(100, paired, CLUSTER) == pytest.approx(
+        2 * 1 / 2 * 100 / 8 + 2 * 1 / 2 * 2 * 100 / 2
     )
+
+
+@pytest.mark.parametrize(
+    ("pp", "sp", "dp", "shares"),
+    [(1, 4, 2, False), (1, 2, 4, True), (1, 1, 8, False), (1, 8, 2, True), (2, 2, 2, False)],
+)
+def test_the_sum_shares_links_with_gathers_of_the_same_kind(
+    pp: int, sp: int, dp: int, shares: bool
+) -> None:
+    assert sum_shares_links(make_layout(MODEL, pp, sp, dp), CLUSTER) is shares
 
 
 def test_wide_groups_are_dearer_than_those_inside_a_node() -> None:

@@ -9,7 +9,11 @@ from typing import get_args
 
 from ds_infinipipe.errors import InfeasiblePlanError
 from ds_infinipipe.planner.baselines.packing import fixed_chunks
-from ds_infinipipe.planner.baselines.pipeline import PipelineRun, combine_replicas
+from ds_infinipipe.planner.baselines.pipeline import (
+    PipelineRun,
+    combine_replicas,
+    exposed_sum_s,
+)
 from ds_infinipipe.planner.baselines.result import (
     PAPER,
     TUNED,
@@ -21,8 +25,8 @@ from ds_infinipipe.planner.breakdown import break_down, break_down_plan
 from ds_infinipipe.planner.candidates import Candidate, Chunking
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.forecast import forecast_streams
+from ds_infinipipe.planner.gradient_sum import settled_times, step_time_s
 from ds_infinipipe.planner.layouts import plan_replicas, search_layouts
-from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.order import pipeline_operations
@@ -109,12 +113,12 @@ def of_plans(
     layout = plans[0].layout
     runs = [_run_of_plan(plan) for plan in plans]
     busiest = max(plans, key=lambda plan: plan.predicted.step_time_s)
-    reduction_s = step_reduction_s(workload.model, layout, workload.cluster, workload.zero_stage)
+    exposed_s = step_time_s(plans) - busiest.predicted.step_time_s
     dp = f", dp {layout.dp}" if layout.dp > 1 else ""
     note = (
         f"pp {layout.pp}, sp {layout.sp}{dp}, K = {busiest.solver.k}, {len(busiest.chunks)} chunks"
     )
-    return combine_replicas(name, configuration, workload, runs, layout.dp, reduction_s, note)
+    return combine_replicas(name, configuration, workload, runs, layout.dp, exposed_s, note)
 
 
 def _run_of_plan(plan: Plan) -> PipelineRun:
@@ -159,10 +163,10 @@ def _unbalanced(workload: Workload, configuration: str) -> BaselineResult:
             run, best = min(simulated, key=lambda entry: entry[0].step_time_s)
         runs.append(run)
         slices.append(best.chunking.k)
-    reduction_s = step_reduction_s(workload.model, layout, workload.cluster, workload.zero_stage)
+    exposed_s = exposed_sum_s(workload, layout, runs)
     note = f"K = {max(slices)}"
     return combine_replicas(
-        WITHOUT_CHUNKING, configuration, workload, runs, layout.dp, reduction_s, note
+        WITHOUT_CHUNKING, configuration, workload, runs, layout.dp, exposed_s, note
     )
 
 
@@ -200,4 +204,5 @@ def _simulate(candidate: Candidate, cost: CostModel) -> PipelineRun:
         shares.recompute_s,
         max(int(stage.max()) for stage in peaks),
         0,
+        settled_times(timeline, costs, layout),
     )

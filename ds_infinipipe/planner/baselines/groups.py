@@ -5,9 +5,9 @@ nodes hold through its adapter once per layer and pass, and shares it over its l
 than a node exchange through the adapters, shared by the node's devices.
 
 Coarse: gathers and gradient reduce-scatters hide under compute as well as inside a stage
-(`zero_overlap`), those between nodes too, while our replicas' sum of gradients counts in full;
-collectives have no skew and the allocator no cost. So both systems are flattered. Where the degree
-does not divide the heads, the rank with most of them counts.
+(`zero_overlap`), those between nodes too, while of our replicas' sum of gradients what outlasts the
+last backward counts; collectives have no skew and the allocator no cost. So both systems are
+flattered. Where the degree does not divide the heads, the rank with most of them counts.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ds_infinipipe.planner.baselines.result import BaselineResult, Workload, infeasible
 from ds_infinipipe.planner.costs import ChunkCosts, CostModel, chunk_sizes
 from ds_infinipipe.planner.forecast import forecast_streams
+from ds_infinipipe.planner.gradient_sum import GradientSums, Settled, settled_times
 from ds_infinipipe.planner.layout_bounds import work_bound_s
-from ds_infinipipe.planner.links import step_reduction_s
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.order import (
@@ -31,7 +31,13 @@ from ds_infinipipe.planner.schedule_arrays import simulate_schedule, static_sche
 from ds_infinipipe.planner.specs import Layout
 from ds_infinipipe.planner.types import Chunk, Op, PipelinePlan
 
-__all__ = ["PipelineCase", "PipelineRun", "combine_replicas", "run_pipeline"]
+__all__ = [
+    "PipelineCase",
+    "PipelineRun",
+    "combine_replicas",
+    "exposed_sum_s",
+    "run_pipeline",
+]
 
 _GIB = 2**30
 
@@ -40,7 +46,10 @@ Chunker = Callable[[Sequence[int]], tuple[Chunk, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """One simulated step of a replica; `busy_s` is the mean over its stages."""
+    """One simulated step of a replica; `busy_s` is the mean over its stages.
+
+    `settled` says when gradients are final; empty where their sum is charged otherwise.
+    """
 
     step_time_s: float
     busy_s: float
@@ -48,6 +57,7 @@ class PipelineRun:
     recompute_s: float
     peak_bytes: int
     recompute_layers: int
+    settled: Settled = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,7 @@ class PipelineCase:
             sum(counts) / pp * float(costs.recompute_s.sum()),
             self._peak_bytes(operations, layers),
             layers,
+            settled_times(timeline, costs, self.layout),
         )
 
 
@@ -222,8 +233,17 @@ def run_pipeline(
             limit = f"{workload.limit_bytes / _GIB:.2f} GiB"
             return infeasible(name, configuration, f"{note}: does not fit {limit} on a stage")
         runs.append(run)
-    reduction_s = step_reduction_s(workload.model, layout, workload.cluster, workload.zero_stage)
-    return combine_replicas(name, configuration, workload, runs, layout.dp, reduction_s, note)
+    exposed_s = exposed_sum_s(workload, layout, runs)
+    return combine_replicas(name, configuration, workload, runs, layout.dp, exposed_s, note)
+
+
+def exposed_sum_s(workload: Workload, layout: Layout, runs: Sequence[PipelineRun]) -> float:
+    """What is left of the gradients' sum when the slowest replica is done, as for our plans."""
+    if layout.dp == 1:
+        return 0.0
+    sums = GradientSums.of(workload.model, layout, workload.cluster, workload.zero_stage)
+    makespans_s = [run.step_time_s for run in runs]
+    return sums.step_time_s(makespans_s, [run.settled for run in runs]) - max(makespans_s)
 
 
 def combine_replicas(
@@ -235,7 +255,7 @@ def combine_replicas(
     reduction_s: float,
     note: str,
 ) -> BaselineResult:
-    """All replicas wait for the slowest, then sum their gradients; those without a run idle."""
+    """All replicas wait for the slowest and `reduction_s` more; those without a run idle."""
     slowest_s = max(run.step_time_s for run in runs)
     step_time_s = slowest_s + reduction_s
     busy_s = sum(run.busy_s for run in runs) / num_replicas

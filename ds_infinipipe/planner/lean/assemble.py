@@ -33,7 +33,7 @@ def assemble_lean(
     pipeline = PipelinePlan(
         tuple(schedule.forward.tolist()),
         tuple(schedule.backward.tolist()),
-        tuple(tuple(row) for row in choice.counts.tolist()),
+        tuple(tuple(row) for row in choice.counts[:, schedule.forward].tolist()),
         int(choice.candidate.packed.slices.max()),
     )
     simulated = simulate_schedule(schedule, choice.candidate.costs, choice.counts)

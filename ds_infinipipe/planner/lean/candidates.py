@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.planner.costs import ChunkCosts, CostModel
 from ds_infinipipe.planner.deadline import Deadline
+from ds_infinipipe.planner.gradient_sum import GradientSums
 from ds_infinipipe.planner.lean.mesh import cut_batch
 from ds_infinipipe.planner.lean.packing import (
     PackedBatch,
@@ -28,6 +29,7 @@ from ds_infinipipe.planner.settings import PlannerSettings
 __all__ = ["CandidateSpace", "LeanCandidate", "iterate_frugal", "list_candidates"]
 
 FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
 
 _RAMP_SHORT = StreamShape(lead=(0.34, 0.56), trail=(0.9, 0.7, 0.5, 0.4), growth=1.0)
 _RAMP_LONG = StreamShape(
@@ -44,9 +46,10 @@ _TYPICAL_SHARE = 0.98  # the longest sequences say nothing about a pack of short
 
 @dataclass(frozen=True, eq=False)
 class LeanCandidate:
-    """A packed batch in its stream; `bound_s` is the makespan with nothing recomputed.
+    """A packed batch in its stream; `bound_s` is its time with nothing recomputed.
 
-    `k` is the slices of the longest sequence that were asked for.
+    `k` is the slices of the longest sequence that were asked for. With `sums`, those of the
+    replicas' gradients, a time is that of the step and not only of the stream.
     """
 
     k: int
@@ -57,6 +60,13 @@ class LeanCandidate:
     schedule: ScheduleArrays
     costs: ChunkCosts
     bound_s: float
+    sums: GradientSums | None = None
+
+    def takes_s(self, counts: IntArray) -> float:
+        """Time with stage p recomputing counts[p, k] layers of chunk k."""
+        if not counts.any():
+            return self.bound_s
+        return simulate_s(self.schedule, self.costs, counts, self.sums)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class CandidateSpace:
     settings: PlannerSettings
     rates: FloatArray
     typical_token_s: float
+    sums: GradientSums | None = None
 
     @classmethod
     def of(
@@ -79,10 +90,11 @@ class CandidateSpace:
         memory: MemoryModel,
         limit_bytes: int,
         settings: PlannerSettings,
+        sums: GradientSums | None = None,
     ) -> CandidateSpace:
         batch = SortedBatch.of(lengths, cost)
         rates, token_s = stage_rates(cost), _typical_token_s(batch, cost)
-        return cls(batch, cost, memory, limit_bytes, settings, rates, token_s)
+        return cls(batch, cost, memory, limit_bytes, settings, rates, token_s, sums)
 
     @property
     def most_slices(self) -> int:
@@ -130,8 +142,10 @@ class CandidateSpace:
         packed = pack_batch(self.batch, mesh, self.rates, target_s, max_tokens, shape)
         schedule = build_stream(packed, self.cost.layout.pp, shape.growth, shape.extra)
         costs = stream_costs(packed, self.cost)
-        bound_s = simulate_s(schedule, costs)
-        return LeanCandidate(k, target_s, max_tokens, shape, packed, schedule, costs, bound_s)
+        bound_s = simulate_s(schedule, costs, sums=self.sums)
+        return LeanCandidate(
+            k, target_s, max_tokens, shape, packed, schedule, costs, bound_s, self.sums
+        )
 
 
 def list_candidates(space: CandidateSpace, deadline: Deadline) -> list[LeanCandidate]:

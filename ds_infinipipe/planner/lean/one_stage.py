@@ -1,7 +1,9 @@
 """One stage (pp = 1): whole sequences in as few chunks as memory holds without recomputation.
 
-A single stage has no bubbles, so what a plan can save are fixed costs per chunk and recomputation.
-A cut would save nothing: all slices of a sequence are in flight together before its first backward.
+A single stage has no bubbles, so what a plan can save are fixed costs per chunk and recomputation,
+and with replicas what of the gradients' sum outlasts the last backward, which is therefore the
+longest. A cut would save nothing: all slices of a sequence are in flight together before its first
+backward.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from numpy.typing import NDArray
 from ds_infinipipe.planner.lean.candidates import CandidateSpace, LeanCandidate
 from ds_infinipipe.planner.lean.mesh import cut_batch
 from ds_infinipipe.planner.lean.packing import StreamShape, join_bins
-from ds_infinipipe.planner.lean.stream import build_stream, simulate_s, stream_costs
+from ds_infinipipe.planner.lean.stream import simulate_s, stream_costs
 from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.schedule_arrays import build_schedule
 from ds_infinipipe.planner.types import Chunk, Slice
 
 __all__ = ["WholeChunks", "iterate_whole"]
@@ -91,7 +94,7 @@ def iterate_whole(space: CandidateSpace) -> Iterator[tuple[LeanCandidate, IntArr
         for bins in _packings(space, size):
             counts = _counts(whole, bins, space)
             if counts is not None:
-                yield _candidate(space, bins, size), counts
+                yield _candidate(space, bins, size, counts), counts
 
 
 def _packings(space: CandidateSpace, size: int) -> Iterator[IntArray]:
@@ -170,12 +173,16 @@ def _counts(whole: WholeChunks, bins: IntArray, space: CandidateSpace) -> IntArr
     return np.full_like(counts, counts.max())[None, :] if greedy else counts[None, :]
 
 
-def _candidate(space: CandidateSpace, bins: IntArray, size: int) -> LeanCandidate:
+def _candidate(space: CandidateSpace, bins: IntArray, size: int, counts: IntArray) -> LeanCandidate:
     uncut = cut_batch(space.batch, space.cost, np.inf, size, 1, space.sp)
     packed = join_bins(space.batch, uncut, bins)
-    shape = StreamShape()
-    schedule = build_stream(packed, 1, shape.growth, shape.extra)
     costs = stream_costs(packed, space.cost)
-    bound_s = simulate_s(schedule, costs)
+    backward_s = costs.backward_s[0] + counts[0] * costs.recompute_s
+    order = [*range(packed.num_chunks)]
+    order.append(order.pop(int(backward_s.argmax())))
+    schedule = build_schedule(order, order, [[1] * packed.num_chunks])
+    bound_s = simulate_s(schedule, costs, sums=space.sums)
     target_s = bound_s / packed.num_chunks
-    return LeanCandidate(1, target_s, size, shape, packed, schedule, costs, bound_s)
+    return LeanCandidate(
+        1, target_s, size, StreamShape(), packed, schedule, costs, bound_s, space.sums
+    )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
+from ds_infinipipe.planner.gradient_sum import GradientSums
 from ds_infinipipe.planner.lean.candidates import (
     CandidateSpace,
     LeanCandidate,
@@ -22,7 +23,6 @@ from ds_infinipipe.planner.lean.candidates import (
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
 from ds_infinipipe.planner.lean.one_stage import iterate_whole
 from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
-from ds_infinipipe.planner.lean.stream import simulate_s
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
 from ds_infinipipe.planner.settings import PlannerSettings
@@ -40,11 +40,11 @@ _MAKESPAN_SIZE = 6000
 
 @dataclass(frozen=True, eq=False)
 class LeanChoice:
-    """A candidate with counts [pp, chunks] that fits, its makespan, and its memory."""
+    """A candidate with counts [pp, chunks] that fits, its time, and its memory."""
 
     candidate: LeanCandidate
     counts: IntArray
-    makespan_s: float
+    takes_s: float
     arrays: MemoryArrays
     status: str = "feasible"
     note: str = ""
@@ -74,10 +74,7 @@ class _Measured:
         """None where the counts do not fit in the exact scan."""
         if counts is None or not self.fits(counts):
             return None
-        makespan_s = self.candidate.bound_s
-        if counts.any():
-            makespan_s = simulate_s(self.candidate.schedule, self.candidate.costs, counts)
-        return LeanChoice(self.candidate, counts, makespan_s, self.arrays)
+        return LeanChoice(self.candidate, counts, self.candidate.takes_s(counts), self.arrays)
 
     @cached_property
     def rows(self) -> tuple[StageRows, ...] | None:
@@ -117,15 +114,17 @@ def search_lean(
     limit_bytes: int,
     settings: PlannerSettings,
     deadline: Deadline,
+    sums: GradientSums | None = None,
 ) -> LeanChoice | None:
     """Least simulated time among the candidates that fit; None where no merged stream does.
 
     The time without recomputation bounds a candidate from below. Those of least bound are measured
     first; where none of them fits as it is, the best of every K too. Recomputation is estimated by
     rounding, then solved for the most promising. One stage (pp = 1) keeps sequences whole; other
-    candidates are looked at only where that has to recompute.
+    candidates are looked at only where that has to recompute. With replicas, their `sums` of
+    gradients count as far as no backward hides them.
     """
-    space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings)
+    space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings, sums)
     search = _Search(memory, limit_bytes, settings, deadline)
     best = search.whole_sequences(space) if cost.layout.pp == 1 else None
     if best is None or best.counts.any():
@@ -157,10 +156,10 @@ class _Search:
 
     @property
     def best_s(self) -> float:
-        return math.inf if self.best is None else self.best.makespan_s
+        return math.inf if self.best is None else self.best.takes_s
 
     def keep(self, choice: LeanChoice | None) -> LeanChoice | None:
-        if choice is not None and choice.makespan_s < self.best_s:
+        if choice is not None and choice.takes_s < self.best_s:
             self.best = choice
         return choice
 
@@ -184,7 +183,7 @@ class _Search:
             elif self.settings.recompute == "adaptive":
                 estimate = self.keep(self._estimate(measured))
                 if estimate is not None:
-                    tight.append((estimate.makespan_s, len(tight), measured))
+                    tight.append((estimate.takes_s, len(tight), measured))
         if self.settings.solver != "greedy":
             self._solve(tight)
         return self.best

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.costs import ChunkCosts, CostModel
+from ds_infinipipe.planner.gradient_sum import GradientSums
 from ds_infinipipe.planner.lean.packing import PackedBatch
 from ds_infinipipe.planner.schedule_arrays import (
     ScheduleArrays,
@@ -68,7 +69,14 @@ def stream_costs(packed: PackedBatch, cost: CostModel) -> ChunkCosts:
 
 
 def simulate_s(
-    schedule: ScheduleArrays, costs: ChunkCosts, counts: IntArray | None = None
+    schedule: ScheduleArrays,
+    costs: ChunkCosts,
+    counts: IntArray | None = None,
+    sums: GradientSums | None = None,
 ) -> float:
-    """Makespan, with stage p recomputing counts[p, k] layers of chunk k (none)."""
-    return simulate_schedule(schedule, costs, counts).makespan_s
+    """Makespan, with stage p recomputing counts[p, k] layers of chunk k (none).
+
+    With `sums` the end of the replicas' sum of gradients, if this replica were the last.
+    """
+    simulated = simulate_schedule(schedule, costs, counts)
+    return simulated.makespan_s if sums is None else sums.schedule_s(simulated, costs)
