@@ -228,6 +228,10 @@ class RuntimeSettings(_Section):
     attention: str = "auto"
     """Attention backend by name; "auto" (default) takes the fastest that works on the device."""
 
+    cross_entropy: str = "auto"
+    """Cross-entropy backend by name: `torch` or `triton`, which needs a CUDA device; "auto"
+    (default) takes the fastest that works on the device."""
+
     timeout_s: float = Field(default=600.0, ge=1.0, le=_MAX_WAIT_S, allow_inf_nan=False)
     """Seconds to wait for a peer before the step fails, naming chunk and peer; more than
     planning.deadline_s, during which peers wait for a plan. Default 600."""

@@ -78,10 +78,11 @@ class DecoderLayer(StageLayer):
 
 
 class HeadLayer(StageLayer):
-    """Final norm, output projection and cross-entropy."""
+    """Final norm, output projection and cross-entropy by backend `cross_entropy`."""
 
-    def __init__(self, hf_config: PreTrainedConfig) -> None:
+    def __init__(self, hf_config: PreTrainedConfig, cross_entropy: str = "auto") -> None:
         super().__init__()
+        self.cross_entropy = cross_entropy
         self.is_tied = bool(hf_config.tie_word_embeddings)
         self.norm = hf_class(hf_config, "RMSNorm")(hf_config.hidden_size, hf_config.rms_norm_eps)
         self.lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
@@ -110,12 +111,17 @@ class HeadLayer(StageLayer):
             scale,
             block_tokens,
             token_weights_T=token_weights_T,
+            impl=self.cross_entropy,
         )
 
     def token_losses(self, hidden: Tensor, labels_T: Tensor, block_tokens: int) -> Tensor:
         """Each token's cross-entropy, [T], without gradients; 0 for label -100."""
         return linear_cross_entropy_tokens(
-            self.norm(hidden)[0], self.lm_head.weight, labels_T, block_tokens
+            self.norm(hidden)[0],
+            self.lm_head.weight,
+            labels_T,
+            block_tokens,
+            impl=self.cross_entropy,
         )
 
     def hf_name(self, parameter: str) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
+from ds_infinipipe.planner.loss_memory import logits_bytes
 from ds_infinipipe.planner.specs import Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk, Op, Slice
 
@@ -275,13 +276,12 @@ class MemoryModel:
         return tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
 
     def _loss_bytes(self, chunk: Chunk) -> int:
-        """The head at work: logits of one block and their float32 copy, the final norm's tensors,
-        and the weight's gradient in float32 where it is not the one that the states count.
+        """The head at work: the logits of one block, the final norm's tensors, and the weight's
+        gradient in float32 where it is not the one that the states count.
         """
         model, tokens = self.model, self._local_tokens(chunk)
         is_half = model.dtype_bytes < 4
-        block = min(self._loss_block_tokens, tokens)
-        logits = block * model.vocab_size * (model.dtype_bytes + (4 if is_half else 0))
+        logits = logits_bytes(model, min(self._loss_block_tokens, tokens))
         weight = model.embedding_params * max(4, model.dtype_bytes)
         norm = 3 * self._hidden_token_bytes + (4 * model.hidden_size if is_half else 0)
         # the plain norm's backward is in float32: its input's copy and three gradients

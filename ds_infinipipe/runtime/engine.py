@@ -25,6 +25,7 @@ from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import InfiniPipeError, PeerTimeoutError
 from ds_infinipipe.model.hf import make_rotary, max_positions
 from ds_infinipipe.ops.attention import check_alignment, resolve_attention
+from ds_infinipipe.ops.cross_entropy import resolve_cross_entropy
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
 from ds_infinipipe.runtime.batch import StepBatch
@@ -82,6 +83,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         wanted = self.settings.runtime.attention
         self.attention_impl = resolve_attention(wanted, self.device, model.dtype)
         check_alignment(self.device, model.dtype, self.attention_impl)
+        resolve_cross_entropy(self.settings.runtime.cross_entropy, self.device, model.dtype)
         self.channels = Channels.between_stages(
             self.grid,
             self.stage_id,

@@ -77,7 +77,7 @@ class InfiniPipeModule(PipelineModule):
         self.layout = make_layout(self.spec, pp, sp, dp)
         specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
         specs += [LayerSpec(DecoderLayer, self.hf_config, i) for i in range(self.spec.num_layers)]
-        specs.append(LayerSpec(HeadLayer, self.hf_config))
+        specs.append(LayerSpec(HeadLayer, self.hf_config, self.settings.runtime.cross_entropy))
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         # the base class prints its partition
         with refusing("building the model"), contextlib.redirect_stdout(io.StringIO()):

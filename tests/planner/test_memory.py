@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
+from ds_infinipipe.planner.loss_memory import logits_bytes
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.specs import BUILTIN_MODELS, Layout, ModelSpec, make_layout
 from ds_infinipipe.planner.types import Chunk, Instruction, Op, Slice
@@ -223,11 +224,21 @@ def test_a_forward_without_graph_has_the_widest_moment_of_the_mlp() -> None:
 def test_logits_of_one_block_live_in_the_last_forward() -> None:
     chunk = whole(0, 6)  # three tokens on each rank
     head = 2 * HIDDEN + 3 * HIDDEN + 3 * 8 * 4 + 256 * 4  # buffers, final norm, weight gradient
-    assert memory_of(block=2).forward_transient(1, chunk, 0) == head + 2 * 32 * (2 + 4)
-    assert memory_of(block=1024).forward_transient(1, chunk, 0) == head + 3 * 32 * (2 + 4)
+    token = 32 * 2 + 32 * 4 + 8 * 4  # its logits; scratch in float32 for them and the hidden state
+    assert memory_of(block=2).forward_transient(1, chunk, 0) == head + 2 * token
+    assert memory_of(block=1024).forward_transient(1, chunk, 0) == head + 3 * token
     assert memory_of(block=2).forward_transient(0, chunk, 0) == 2 * HIDDEN
     float32 = memory_of(replace(MODEL, dtype_bytes=4), block=2)  # no copies, no second gradient
     assert float32.forward_transient(1, chunk, 0) == 2 * (5 * HIDDEN) + 2 * 32 * 4
+
+
+def test_a_logit_costs_one_element_but_for_a_scratch_of_fixed_size() -> None:
+    model = replace(MODEL, vocab_size=2**17)
+    assert logits_bytes(replace(model, dtype_bytes=4), 1024) == 1024 * 2**17 * 4
+    assert logits_bytes(model, 1024) == 1024 * 2**17 * 2 + 2**20 * 4 + 1024 * 8 * 4
+    assert logits_bytes(model, 2048) == 2048 * 2**17 * 2 + 2**20 * 4 + 2048 * 8 * 4
+    # a row is widened whole, however long
+    assert logits_bytes(replace(model, vocab_size=2**21), 4) == 2**23 * 2 + 2**21 * 4 + 4 * 8 * 4
 
 
 def test_logits_and_a_recomputed_layer_do_not_coincide() -> None:
