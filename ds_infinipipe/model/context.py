@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -111,23 +111,31 @@ def _short_segments(chunk: Chunk) -> Segments | None:
 
 
 def chunk_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: ChunkContext, layer: int, scale: float
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    context: ChunkContext,
+    layer: int,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attention of a whole chunk over this rank's tokens: [T/sp, H, D], rotated, to the same.
 
-    The slice attends to its sequence's rows in the arena, the other segments to their own keys.
+    The slice attends to its sequence's rows in the arena, the other segments to their own keys; a
+    query to at most `window` of them.
     Collective over the sequence group.
     """
     num_heads, pg = q_THD.shape[1], context.sp_group
     q, k, v = (to_heads(t, pg) for t in (q_THD, k_TKD, v_TKD))
-    cut, impl, outs = context.split_tokens, context.attention_impl, []
+    cut, outs = context.split_tokens, []
+    attend = partial(varlen_attention, scale=scale, impl=context.attention_impl, window=window)
     if context.arena is not None:
         keys, values = exchange(k[:cut], v[:cut], context.arena, layer, context.context_len)
         segments = context.slice_segments
-        outs.append(varlen_attention(q[:cut], keys, values, segments, scale, impl=impl))
+        outs.append(attend(q[:cut], keys, values, segments))
     if context.short_segments is not None:
         if cut:
             # a view would keep the slice's rows, which the arena already holds, until backward
             k, v = k[cut:].clone(), v[cut:].clone()
-        outs.append(varlen_attention(q[cut:], k, v, context.short_segments, scale, impl=impl))
+        outs.append(attend(q[cut:], k, v, context.short_segments))
     return to_tokens(torch.cat(outs) if len(outs) > 1 else outs[0], pg, num_heads)

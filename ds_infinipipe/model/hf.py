@@ -26,6 +26,7 @@ __all__ = [
     "load_hf_config",
     "make_rotary",
     "max_positions",
+    "sliding_window",
 ]
 
 ATTENTION_NAME = "infinipipe"
@@ -104,13 +105,6 @@ def _check(config: PreTrainedConfig) -> None:
         raise ConfigError(
             f"pad_token_id {pad} is outside the vocabulary of {config.vocab_size}: set it to null"
         )
-    window, limit = _sliding_window(config), max_positions(config)
-    if window is not None and window < limit:
-        raise ConfigError(
-            f"sliding_window {window} is shorter than max_position_embeddings {limit}, and sliding "
-            "window attention is not supported: set sliding_window to null (full attention), or "
-            f"max_position_embeddings to at most {window} to train on shorter documents"
-        )
     rope = _rope_type(config)
     if rope not in _ROPE_TYPES:
         raise ConfigError(
@@ -119,8 +113,11 @@ def _check(config: PreTrainedConfig) -> None:
         )
 
 
-def _sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens a query sees, None for all; the Qwens have a window only where layer_types say so."""
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Most tokens a query sees in the layers that have a window, None if no layer has one.
+
+    The Qwens have a window only where `layer_types` say so.
+    """
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and "sliding_attention" not in layer_types:
         return None
@@ -166,6 +163,7 @@ def _infinipipe_attention(
     scaling: float,
     dropout: float = 0.0,
     infinipipe_context: ChunkContext | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, H, T, D] in, [1, T, H, D] out; masks play no role."""
@@ -176,7 +174,7 @@ def _infinipipe_attention(
         )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer: Any = module.layer_idx
-    out = chunk_attention(q, k, v, infinipipe_context, layer, scaling)
+    out = chunk_attention(q, k, v, infinipipe_context, layer, scaling, sliding_window)
     return out[None], None
 
 

@@ -1,7 +1,8 @@
 """Causal attention over packed segments whose keys may be longer than their queries.
 
 A segment's last query sees all of its keys (bottom-right alignment): with more keys than queries,
-the first keys are the context left by earlier slices of the sequence.
+the first keys are the context left by earlier slices of the sequence. With a sliding window of w a
+query sees at most w keys: its own and the w - 1 before it.
 
 Shapes: T query tokens, S key tokens, H heads, K key/value heads (H is a multiple of K), D head
 dimension.
@@ -101,7 +102,7 @@ class Segments:
         return self._tensors[device]
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None], Tensor]
 
 
 def varlen_attention(
@@ -112,11 +113,13 @@ def varlen_attention(
     scale: float,
     *,
     impl: str = "auto",
+    window: int | None = None,
 ) -> Tensor:
     """Attention of each segment's queries to its own keys; returns [T, H, D].
 
-    `impl` is "auto" or one of IMPLEMENTATIONS. Raises ConfigError when it cannot run for this
-    device and dtype, ScheduleError when the tensors are not as long as the segments.
+    `impl` is "auto" or one of IMPLEMENTATIONS, `window` the most keys a query sees (None: all up to
+    its own). Raises ConfigError when the implementation cannot run for this device and dtype,
+    ScheduleError when the tensors are not as long as the segments.
     """
     if q_THD.shape[0] != segments.num_q or k_SKD.shape[0] != segments.num_k:
         raise ScheduleError(
@@ -124,7 +127,9 @@ def varlen_attention(
             f"{segments.num_q} and {segments.num_k}"
         )
     name = resolve_attention(impl, q_THD.device, q_THD.dtype)
-    return IMPLEMENTATIONS[name](q_THD, k_SKD, v_SKD, segments, scale)
+    if window is not None and window >= segments.max_k:
+        window = None
+    return IMPLEMENTATIONS[name](q_THD, k_SKD, v_SKD, segments, scale, window)
 
 
 def resolve_attention(impl: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -169,39 +174,53 @@ def _obstacle(name: str, device_type: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def check_alignment(device: torch.device, dtype: torch.dtype, impl: str = "auto") -> None:
+def check_alignment(
+    device: torch.device, dtype: torch.dtype, impl: str = "auto", *, windowed: bool = False
+) -> None:
     """Make sure that two queries over three keys see two and three keys; call it at start-up.
 
-    A kernel with top-left alignment would let them see one and two. Raises ConfigError.
+    A kernel with top-left alignment would let them see one and two. If `windowed`, a window of two
+    keys is tried as well. Raises ConfigError.
     """
     q = torch.zeros(2, 1, 16, device=device, dtype=dtype)
     k = torch.zeros(3, 1, 16, device=device, dtype=dtype)
     v = torch.tensor([3.0, 9.0, 6.0], device=device, dtype=dtype)[:, None, None].expand_as(k)
-    out = varlen_attention(q, k, v.contiguous(), Segments((0, 2), (0, 3)), 1.0, impl=impl)
-    got = out[:, 0, 0].tolist()
-    if max(abs(a - b) for a, b in zip(got, (6.0, 6.0), strict=True)) > 0.1:
-        raise ConfigError(
-            f"attention {resolve_attention(impl, device, dtype)!r} on {device} gives {got} where "
-            "bottom-right causal attention gives [6.0, 6.0]: it aligns the mask with the first "
-            "key; choose another implementation"
-        )
+    segments = Segments((0, 2), (0, 3))
+    for window, want in ((None, [6.0, 6.0]), (2, [6.0, 7.5]))[: 1 + windowed]:
+        out = varlen_attention(q, k, v.contiguous(), segments, 1.0, impl=impl, window=window)
+        got = out[:, 0, 0].tolist()
+        if max(abs(a - b) for a, b in zip(got, want, strict=True)) > 0.1:
+            fault = "aligns the mask with the first key" if window is None else "has another window"
+            raise ConfigError(
+                f"attention {resolve_attention(impl, device, dtype)!r} on {device} gives {got} "
+                f"where bottom-right causal attention gives {want}: it {fault}; choose another "
+                "implementation"
+            )
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def _flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     cu_q, cu_k = segments.on(q.device)
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
     out: Tensor = flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, softmax_scale=scale, causal=True
+        q, k, v, cu_q, cu_k, segments.max_q, segments.max_k, **options
     )
     return out
 
 
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def _torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = segments.on(q.device)
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    left = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     # torch 2.13 refuses K < H without this flag, 2.11 does not know it and takes K < H as it is
     if q.shape[1] != k.shape[1] and _varlen_knows_gqa():
         options["enable_gqa"] = True
@@ -217,17 +236,20 @@ def _varlen_knows_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Segment by segment; a segment with context builds a mask of its queries x keys."""
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
+    """Segment by segment; with context or a window it builds a mask of its queries x keys."""
     outs = []
     for rq, rk in segments.ranges():
-        has_context = _length(rq) < _length(rk)
+        num_keys = _length(rk)
+        needs_mask = _length(rq) < num_keys or (window is not None and window < num_keys)
         out = F.scaled_dot_product_attention(
             q[rq].transpose(0, 1)[None],
             k[rk].transpose(0, 1)[None],
             v[rk].transpose(0, 1)[None],
-            attn_mask=_lower_right(rq, rk, q.device) if has_context else None,
-            is_causal=not has_context,
+            attn_mask=_visible(rq, rk, q.device, window) if needs_mask else None,
+            is_causal=not needs_mask,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
@@ -235,14 +257,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> 
     return torch.cat(outs)
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def _naive(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
     """The definition, with all scores in memory: the oracle of the tests."""
     groups = q.shape[1] // k.shape[1]
     outs = []
     for rq, rk in segments.ranges():
         keys, values = (t[rk].repeat_interleave(groups, dim=1) for t in (k, v))
         scores = torch.einsum("thd,shd->hts", q[rq], keys) * scale
-        scores = scores.masked_fill(~_lower_right(rq, rk, q.device), float("-inf"))
+        scores = scores.masked_fill(~_visible(rq, rk, q.device, window), float("-inf"))
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         weights = scores.to(exact).softmax(dim=-1).to(q.dtype)
         outs.append(torch.einsum("hts,shd->thd", weights, values))
@@ -253,14 +277,19 @@ def _length(rows: slice) -> int:
     return int(rows.stop - rows.start)
 
 
-def _lower_right(rows_q: slice, rows_k: slice, device: torch.device) -> Tensor:
+def _visible(
+    rows_q: slice, rows_k: slice, device: torch.device, window: int | None = None
+) -> Tensor:
+    """Which keys (columns) each query (row) of a segment sees."""
     num_q, num_k = _length(rows_q), _length(rows_k)
-    everything = torch.ones(num_q, num_k, dtype=torch.bool, device=device)
-    return everything.tril(num_k - num_q)
+    seen = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
+    return seen if window is None else seen.triu(num_k - num_q - window + 1)
 
 
-def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-    return cpu_flash_attention(q, k, v, segments.ranges(), scale)
+def _cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
+    return cpu_flash_attention(q, k, v, segments.ranges(), scale, window)
 
 
 IMPLEMENTATIONS: Mapping[str, Attention] = {

@@ -1,15 +1,17 @@
 """Attention over packed segments on the CPU, in memory that grows with tokens, not their square.
 
 torch's CPU flash kernel knows a causal mask only for as many queries as keys. So a segment with
-context runs twice, over its context (no mask) and over its own keys (causal), and the two results
-are merged by their log-sum-exp.
+context runs in parts: over its context without a mask, over its own keys with a causal one, and the
+results are merged by their log-sum-exps. With a sliding window queries go in blocks no longer than
+it; the oldest keys of a block, which each query sees one less of, are a causal mask read backwards.
 
 Shapes: T query tokens, S key tokens, H heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,110 +25,143 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries and keys that one kernel call sees, rows of the packed tensors."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+    is_flipped: bool = False
+    """Both are read backwards, so that "causal" hides the oldest keys from the last queries."""
+
+
+def _blocks(rows_q: slice, rows_k: slice, window: int | None) -> Iterator[tuple[_Part, ...]]:
+    """The parts of each block of a segment's queries, its own keys first."""
+    shift, first_key, end_key = rows_q.stop - rows_k.stop, rows_k.start, rows_k.stop
+    span = end_key - first_key if window is None else window
+    start = rows_q.start - shift
+    while start < end_key:
+        sees_all = start < first_key + span
+        end = min(first_key + span if sees_all else start + span, end_key)
+        queries, length = slice(start + shift, end + shift), end - start
+        parts = [_Part(queries, slice(start, end), True)]
+        full = slice(first_key if sees_all else end - span, start)
+        if full.start < full.stop:
+            parts.append(_Part(queries, full, False))
+        if not sees_all and length > 1:
+            # the block's last query sees none of these keys, the first all of them
+            older = slice(start - span + 1, end - span)
+            fewer = slice(queries.start, queries.stop - 1)
+            parts.append(_Part(fewer, older, True, is_flipped=True))
+        yield tuple(parts)
+        start = end
+
+
 def cpu_flash_attention(
-    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, ranges: Ranges, scale: float
+    q_THD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    ranges: Ranges,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Bottom-right causal attention of each (query range, key range); returns [T, H, D].
 
-    Ranges are consecutive and cover all queries and keys. float16, bfloat16, float32 and float64.
+    Ranges are consecutive and cover all queries and keys. With `window` a query sees that many
+    keys, its own among them. float16, bfloat16, float32 and float64.
     """
-    out: Tensor = _CpuFlash.apply(q_THD, k_SKD, v_SKD, ranges, scale)
+    out: Tensor = _CpuFlash.apply(q_THD, k_SKD, v_SKD, ranges, scale, window)
     return out
 
 
 class _CpuFlash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: Ranges, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranges: Ranges,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         stat_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse_TH = torch.empty(q.shape[:2], dtype=stat_dtype)
         for rows_q, rows_k in ranges:
-            segment_out, segment_lse = _segment_forward(q[rows_q], k[rows_k], v[rows_k], scale)
-            out[rows_q] = segment_out
-            lse_TH[rows_q] = segment_lse
+            for parts in _blocks(rows_q, rows_k, window):
+                rows = parts[0].queries
+                out[rows], lse_TH[rows] = _block_forward(q, k, v, parts, scale)
         ctx.save_for_backward(q, k, v, out, lse_TH)
-        ctx.ranges, ctx.scale = ranges, scale
+        ctx.ranges, ctx.scale, ctx.window = ranges, scale, window
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Every part's kernel gets the merged O and log-sum-exp.
+
+        With those, its probabilities exp(score - lse) and row sums of dO * O are the whole row's,
+        so the parts' gradients just add up.
+        """
         q, k, v, out, lse_TH = ctx.saved_tensors
-        grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
         for rows_q, rows_k in ctx.ranges:
-            _segment_backward(
-                [grad[rows] for grad, rows in zip(grads, (rows_q, rows_k, rows_k), strict=True)],
-                (grad_out[rows_q], q[rows_q], out[rows_q], lse_TH[rows_q]),
-                (k[rows_k], v[rows_k]),
-                ctx.scale,
-            )
-        return grads[0], grads[1], grads[2], None, None
+            for parts in _blocks(rows_q, rows_k, ctx.window):
+                for part in parts:
+                    _add_gradients(grads, (grad_out, q, out, lse_TH), (k, v), part, ctx.scale)
+        return grads[0], grads[1], grads[2], None, None, None
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)[None]
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    return x[0].transpose(0, 1)
-
-
-def _segment_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp [T, H] of one segment."""
-    context = k.shape[0] - q.shape[0]
-    own_out, own_lse = _kernel(q, k[context:], v[context:], scale, is_causal=True)
-    if context == 0:
-        return own_out, own_lse
-    context_out, context_lse = _kernel(q, k[:context], v[:context], scale, is_causal=False)
-    lse = torch.logaddexp(own_lse, context_lse)
-    own_share = (own_lse - lse).exp_()[..., None]
-    context_share = (context_lse - lse).exp_()[..., None]
-    return own_out * own_share + context_out * context_share, lse
-
-
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
+def _block_forward(
+    q: Tensor, k: Tensor, v: Tensor, parts: tuple[_Part, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and log-sum-exp [T, H] of a block of queries."""
+    out, lse = own_out, own_lse = _kernel(q, k, v, parts[0], scale)
+    if len(parts) == 1:
+        return out, lse
+    others = [_kernel(q, k, v, part, scale) for part in parts[1:]]
+    lse = own_lse.clone()
+    for _, part_lse in others:
+        lse[: len(part_lse)] = torch.logaddexp(lse[: len(part_lse)], part_lse)
+    out = own_out * (own_lse - lse).exp_()[..., None]
+    for part_out, part_lse in others:
+        share = (part_lse - lse[: len(part_lse)]).exp_()
+        out[: len(part_lse)] += part_out * share[..., None]
+    return out, lse
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = _forward(
-        *(_heads_first(t) for t in (q, k, v)), dropout_p=0.0, is_causal=is_causal, scale=scale
+        *(_heads_first(t, part) for t in (q[part.queries], k[part.keys], v[part.keys])),
+        dropout_p=0.0,
+        is_causal=part.is_causal,
+        scale=scale,
     )
-    return _tokens_first(out), _tokens_first(lse)
+    return _tokens_first(out, part), _tokens_first(lse, part)
 
 
-def _segment_backward(
+def _add_gradients(
     grads: Sequence[Tensor],
     queries: tuple[Tensor, Tensor, Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
+    part: _Part,
     scale: float,
 ) -> None:
-    """Write dQ, dK, dV of one segment; `queries` are dO, Q, O and the log-sum-exp.
-
-    Both parts' kernels get the merged O and log-sum-exp. With those, their probabilities
-    exp(score - lse) and row sums of dO * O are the whole row's, so the parts' dQ just add up.
-    """
-    grad_q, grad_k, grad_v = grads
-    k, v = keys
-    context = k.shape[0] - grad_q.shape[0]
-    own = _kernel_backward(queries, (k[context:], v[context:]), scale, is_causal=True)
-    grad_k[context:], grad_v[context:] = own[1:]
-    if context == 0:
-        grad_q[:] = own[0]
-        return
-    earlier = _kernel_backward(queries, (k[:context], v[:context]), scale, is_causal=False)
-    grad_k[:context], grad_v[:context] = earlier[1:]
-    torch.add(own[0], earlier[0], out=grad_q)
-
-
-def _kernel_backward(
-    queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    keys: tuple[Tensor, Tensor],
-    scale: float,
-    *,
-    is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, q, out, lse = (_heads_first(t) for t in queries)
-    k, v = (_heads_first(t) for t in keys)
-    grads = _backward(
-        *(grad_out, q, k, v, out, lse), dropout_p=0.0, is_causal=is_causal, scale=scale
+    """Add a part's dQ, dK, dV to `grads`; `queries` are dO, Q, O and the log-sum-exp."""
+    grad_out, q, out, lse = (_heads_first(t[part.queries], part) for t in queries)
+    k, v = (_heads_first(t[part.keys], part) for t in keys)
+    found = _backward(
+        *(grad_out, q, k, v, out, lse), dropout_p=0.0, is_causal=part.is_causal, scale=scale
     )
-    grad_q, grad_k, grad_v = (_tokens_first(g) for g in grads)
-    return grad_q, grad_k, grad_v
+    for total, rows, grad in zip(grads, (part.queries, part.keys, part.keys), found, strict=True):
+        total[rows] += _tokens_first(grad, part)
+
+
+def _heads_first(x: Tensor, part: _Part) -> Tensor:
+    return (x.flip(0) if part.is_flipped else x).transpose(0, 1)[None]
+
+
+def _tokens_first(x: Tensor, part: _Part) -> Tensor:
+    x = x[0].transpose(0, 1)
+    return x.flip(0) if part.is_flipped else x

@@ -24,8 +24,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import InfiniPipeError, PeerTimeoutError
 from ds_infinipipe.model.hf import make_rotary, max_positions
-from ds_infinipipe.ops.attention import check_alignment, resolve_attention
-from ds_infinipipe.ops.cross_entropy import resolve_cross_entropy
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
 from ds_infinipipe.runtime.batch import StepBatch
@@ -38,6 +36,7 @@ from ds_infinipipe.runtime.faults import (
     transport_reason,
 )
 from ds_infinipipe.runtime.feed import BatchFeed
+from ds_infinipipe.runtime.kernels import choose_kernels
 from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
@@ -80,10 +79,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.sharding = self._make_sharding()
         self.executor = StageExecutor(model.forward_funcs, self.sharding)
         self.rotary = make_rotary(model.hf_config, self.device)
-        wanted = self.settings.runtime.attention
-        self.attention_impl = resolve_attention(wanted, self.device, model.dtype)
-        check_alignment(self.device, model.dtype, self.attention_impl)
-        resolve_cross_entropy(self.settings.runtime.cross_entropy, self.device, model.dtype)
+        self.attention_impl = choose_kernels(model, self.device)
         self.channels = Channels.between_stages(
             self.grid,
             self.stage_id,

@@ -10,7 +10,7 @@ from hf_reference import tiny_config
 from transformers import LlamaConfig
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.model.hf import load_hf_config
+from ds_infinipipe.model.hf import load_hf_config, sliding_window
 from ds_infinipipe.planner.specs import model_from_hf
 
 
@@ -49,12 +49,6 @@ def test_rope_settings_of_older_configs_are_understood() -> None:
     [
         ("gpt2", {}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ("mistral", {"sliding_window": 64}, "sliding_window 64 is shorter than .* 256"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding_window to null",
-        ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ("llama", {"pad_token_id": 50}, "pad_token_id 50 is outside the vocabulary of 50"),
@@ -76,15 +70,18 @@ def test_a_model_that_would_not_train_exactly_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "changes", "window"),
     [
-        ("mistral", {"sliding_window": 256}),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
+        ("llama", {}, None),
+        ("mistral", {"sliding_window": 64}, 64),
+        ("mistral", {"sliding_window": None}, None),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, None),
     ],
 )
-def test_a_window_that_never_hides_a_token_is_accepted(kind: str, changes: dict) -> None:
-    assert load_hf_config(tiny_config(kind, **changes)).model_type == kind
+def test_the_sliding_window_is_known(kind: str, changes: dict, window: int | None) -> None:
+    assert sliding_window(load_hf_config(tiny_config(kind, **changes))) == window
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])

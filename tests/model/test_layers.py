@@ -47,8 +47,12 @@ MODELS = {
     # a token of the documents, whose embedding transformers does not train
     "llama with a padding token": tiny_config("llama", pad_token_id=11),
     "mistral": tiny_config("mistral"),
+    "mistral with a window": tiny_config("mistral", sliding_window=5),
     "qwen2": tiny_config("qwen2"),
     "qwen2 tied": tiny_config("qwen2", tie_word_embeddings=True),
+    "qwen2 with a window in one layer": tiny_config(
+        "qwen2", use_sliding_window=True, sliding_window=3, max_window_layers=2
+    ),
     "qwen3": tiny_config("qwen3"),
     "qwen3 multi-head": tiny_config("qwen3", num_key_value_heads=4),
 }

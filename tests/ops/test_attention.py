@@ -7,9 +7,12 @@ import itertools
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_infinipipe.errors import ConfigError, ScheduleError
@@ -41,10 +44,12 @@ def _qkv(segments: Segments, heads: tuple[int, int], dtype: torch.dtype = torch.
     return tuple(t.requires_grad_() for t in (q, k, v))
 
 
-def _run(impl: str, segments: Segments, qkv: tuple[Tensor, ...]) -> list[Tensor]:
+def _run(
+    impl: str, segments: Segments, qkv: tuple[Tensor, ...], window: int | None = None
+) -> list[Tensor]:
     """Output, dQ, dK and dV for a random gradient of the output."""
     q, k, v = (t.detach().clone().requires_grad_() for t in qkv)
-    out = varlen_attention(q, k, v, segments, SCALE, impl=impl)
+    out = varlen_attention(q, k, v, segments, SCALE, impl=impl, window=window)
     out.backward(_random(*out.shape, seed=4, dtype=out.dtype))
     return [out.detach(), q.grad, k.grad, v.grad]
 
@@ -87,13 +92,68 @@ def test_cpu_flash_is_as_exact_as_its_dtype(dtype: torch.dtype, tolerance: float
 
 @pytest.mark.parametrize("impl", ON_CPU)
 @pytest.mark.parametrize("heads", HEADS)
-def test_every_split_equals_the_whole_sequence(impl: str, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 12, 13])
+def test_every_split_equals_the_whole_sequence(
+    impl: str, heads: tuple[int, int], window: int | None
+) -> None:
     length = 13
     whole = Segments((0, length), (0, length))
     qkv = _qkv(whole, heads)
-    expected = _run("naive", whole, qkv)
+    expected = _run("naive", whole, qkv, window)
     for cut in range(1, length):
-        for got, want in zip(_run_slices(impl, qkv, (0, cut, length)), expected, strict=True):
+        got_all = _run_slices(impl, qkv, (0, cut, length), window)
+        for got, want in zip(got_all, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_hides_all_but_the_last_keys_by_hand() -> None:
+    # equal scores: each query averages the keys it sees
+    zeros = torch.zeros(5, 1, 1, dtype=torch.float64)
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64)[:, None, None]
+    segments = Segments((0, 5), (0, 5))
+    out = varlen_attention(zeros, zeros, v, segments, 1.0, impl="naive", window=2)
+    assert out.flatten().tolist() == [1.0, 1.5, 3.0, 6.0, 12.0]
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "cpu_flash"])
+@pytest.mark.parametrize("window", [1, 3, 10, 64])
+def test_packed_segments_with_a_window_match_the_definition(impl: str, window: int) -> None:
+    segments = Segments((0, 7, 8, 37, 42), (0, 7, 14, 90, 95))
+    qkv = _qkv(segments, (4, 2))
+    expected = _run("naive", segments, qkv, window)
+    for got, want in zip(_run(impl, segments, qkv, window), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 110),
+    heads=st.sampled_from(HEADS),
+)
+def test_any_segments_and_window_match_the_definition(
+    lengths: list[tuple[int, int]], window: int | None, heads: tuple[int, int]
+) -> None:
+    cu_q = (0, *itertools.accumulate(own for own, _ in lengths))
+    cu_k = (0, *itertools.accumulate(own + context for own, context in lengths))
+    segments = Segments(cu_q, cu_k)
+    qkv = _qkv(segments, heads)
+    expected = _run("naive", segments, qkv, window)
+    for got, want in zip(_run("cpu_flash", segments, qkv, window), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 9])
+def test_head_dimensions_up_to_256(head_dim: int, window: int | None) -> None:
+    segments = Segments((0, 3, 4, 21), (0, 19, 20, 37))
+    q, k, v = (
+        _random(n, heads, head_dim, seed=n + heads)
+        for n, heads in ((segments.num_q, 4), (segments.num_k, 2), (segments.num_k, 2))
+    )
+    expected = _run("naive", segments, (q, k, v), window)
+    for impl in ("sdpa", "cpu_flash"):
+        for got, want in zip(_run(impl, segments, (q, k, v), window), expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -106,14 +166,18 @@ def test_many_slices_equal_the_whole_sequence(bounds: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def _run_slices(impl: str, qkv: tuple[Tensor, ...], bounds: tuple[int, ...]) -> list[Tensor]:
+def _run_slices(
+    impl: str, qkv: tuple[Tensor, ...], bounds: tuple[int, ...], window: int | None = None
+) -> list[Tensor]:
     """As `_run`, slice by slice forward and in reverse backward, through an arena."""
     q, k, v = (t.detach().clone().requires_grad_() for t in qkv)
     arena, outs = SequenceArena(bounds[-1]), []
     for start, end in itertools.pairwise(bounds):
         keys, values = exchange(k[start:end], v[start:end], arena, 0, start)
         segments = Segments((0, end - start), (0, end))
-        outs.append(varlen_attention(q[start:end], keys, values, segments, SCALE, impl=impl))
+        outs.append(
+            varlen_attention(q[start:end], keys, values, segments, SCALE, impl=impl, window=window)
+        )
     grads = _random(*q.shape, seed=4).split([len(o) for o in outs])
     for out, grad in zip(reversed(outs), reversed(grads), strict=True):
         out.backward(grad)
@@ -168,11 +232,13 @@ def test_cpu_flash_memory_grows_with_tokens_only() -> None:
 @pytest.mark.parametrize("impl", ["auto", *ON_CPU])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_alignment_check_accepts_bottom_right(impl: str, dtype: torch.dtype) -> None:
-    check_alignment(CPU, dtype, impl)
+    check_alignment(CPU, dtype, impl, windowed=True)
 
 
 def test_the_alignment_check_refuses_top_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def top_left(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    def top_left(  # type: ignore[no-untyped-def]
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window=None
+    ) -> Tensor:
         n = segments.num_q
         return IMPLEMENTATIONS["naive"](q, k[:n], v[:n], Segments((0, n), (0, n)), scale)
 
@@ -181,6 +247,21 @@ def test_the_alignment_check_refuses_top_left(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(ConfigError, match="aligns the mask with the first key"):
         check_alignment(CPU, torch.float64, "naive")
+
+
+def test_the_alignment_check_refuses_another_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_short(*arguments: Any) -> Tensor:
+        *others, window = arguments
+        return naive(*others, window and window - 1)
+
+    naive = IMPLEMENTATIONS["naive"]
+    check_alignment(CPU, torch.float64, "naive", windowed=True)
+    monkeypatch.setattr(
+        "ds_infinipipe.ops.attention.IMPLEMENTATIONS", {**IMPLEMENTATIONS, "naive": one_short}
+    )
+    check_alignment(CPU, torch.float64, "naive")
+    with pytest.raises(ConfigError, match=r"gives \[6.0, 7.5\]: it has another window"):
+        check_alignment(CPU, torch.float64, "naive", windowed=True)
 
 
 def test_auto_takes_cpu_flash_on_a_cpu() -> None:
@@ -207,18 +288,21 @@ def test_an_implementation_that_cannot_run_is_refused(impl: str, reason: str) ->
 def _check_kernel_call(impl: str) -> None:
     segments = Segments((0, 5, 12), (0, 8, 15))
     qkv = tuple(t.detach() for t in _qkv(segments, (4, 2)))
-    got = IMPLEMENTATIONS[impl](*qkv, segments, SCALE)
-    assert torch.equal(got, IMPLEMENTATIONS["naive"](*qkv, segments, SCALE))
+    for window in (None, 3):
+        got = IMPLEMENTATIONS[impl](*qkv, segments, SCALE, window)
+        assert torch.equal(got, IMPLEMENTATIONS["naive"](*qkv, segments, SCALE, window))
 
 
 def test_flash_attn_is_called_causal_with_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=None, causal=False,
+        softmax_scale=None, causal=False, window_size=(-1, -1),
     ):  # fmt: skip
         assert causal and dropout_p == 0.0 and (max_seqlen_q, max_seqlen_k) == (7, 8)
         bounds = Segments(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()))
-        return IMPLEMENTATIONS["naive"](q, k, v, bounds, softmax_scale)
+        window = None if window_size == (-1, -1) else window_size[0] + 1
+        assert window is None or window_size[1] == 0
+        return IMPLEMENTATIONS["naive"](q, k, v, bounds, softmax_scale, window)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -230,9 +314,10 @@ def _varlen_211(  # type: ignore[no-untyped-def]
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
     window_size=(-1, -1),
 ):  # fmt: skip
-    assert window_size == (-1, 0) and (max_q, max_k) == (7, 8)
+    assert window_size[1] == 0 and (max_q, max_k) == (7, 8)
+    window = None if window_size[0] == -1 else window_size[0] + 1
     bounds = Segments(tuple(cu_seq_q.tolist()), tuple(cu_seq_k.tolist()))
-    return IMPLEMENTATIONS["naive"](query, key, value, bounds, scale)
+    return IMPLEMENTATIONS["naive"](query, key, value, bounds, scale, window)
 
 
 def _varlen_213(query, key, value, *args, enable_gqa=False, **kwargs):  # type: ignore[no-untyped-def]
