@@ -35,7 +35,11 @@ _OBJECTS = (
     "zero_optimization.offload_param",
 )
 
-_NO_OFFLOAD = "offloading is not supported yet; remove it"
+_OFFLOAD_STATES = (
+    "only the optimizer is offloaded: remove it and set zero_optimization.offload_optimizer to "
+    '{"device": "cpu"}'
+)
+_OFFLOAD_ALL = "all of the optimizer is offloaded, to host memory: remove it"
 _NO_ZERO_PLUS = "ZeRO++ is not supported yet"
 _NORMALISED = "the loss is already normalised by tokens; remove it"
 _NO_MICRO_BATCH = (
@@ -59,13 +63,18 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "communication_data_type": (("fp32", "bf16"), "use fp32 or bf16"),
     "zero_optimization.stage": ((0, 3), "use 3 to shard inside a stage, or 0 not to shard"),
-    "zero_optimization.cpu_offload": ((False,), _NO_OFFLOAD),
-    "zero_optimization.cpu_offload_param": ((False,), _NO_OFFLOAD),
-    "zero_optimization.cpu_offload_params": ((False,), _NO_OFFLOAD),
-    "zero_optimization.cpu_offload_use_pin_memory": ((False,), _NO_OFFLOAD),
-    "zero_optimization.offload_param.device": (("none",), _NO_OFFLOAD),
-    "zero_optimization.offload_optimizer.device": (("none",), _NO_OFFLOAD),
-    "zero_optimization.zenflow": ((), _NO_OFFLOAD),
+    "zero_optimization.cpu_offload": ((False,), _OFFLOAD_STATES),
+    "zero_optimization.cpu_offload_param": ((False,), _OFFLOAD_STATES),
+    "zero_optimization.cpu_offload_params": ((False,), _OFFLOAD_STATES),
+    "zero_optimization.cpu_offload_use_pin_memory": ((False,), _OFFLOAD_STATES),
+    "zero_optimization.offload_param.device": (("none",), _OFFLOAD_STATES),
+    "zero_optimization.offload_optimizer.device": (
+        ("none", "cpu"),
+        "optimizer states are offloaded to host memory only: set it to cpu",
+    ),
+    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), _OFFLOAD_ALL),
+    "zero_optimization.offload_optimizer.super_offload": ((False,), _OFFLOAD_ALL),
+    "zero_optimization.zenflow": ((), _OFFLOAD_STATES),
     "zero_optimization.zero_hpz_partition_size": ((1,), _NO_ZERO_PLUS),
     "zero_optimization.zero_quantized_weights": ((False,), _NO_ZERO_PLUS),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _NO_ZERO_PLUS),
@@ -163,6 +172,20 @@ _ZERO_SIZES = frozenset(
         "zero_hpz_partition_size",
     }
 )
+_OFFLOAD_KEYS = frozenset(
+    {
+        "buffer_count",
+        "cpuadam_cores_perc",
+        "device",
+        "fast_init",
+        "nvme_path",
+        "pin_memory",
+        "pipeline_read",
+        "pipeline_write",
+        "ratio",
+        "super_offload",
+    }
+)
 _ZERO_OTHERS = frozenset({"leaf_module", "offload_optimizer", "offload_param", "stage", "zenflow"})
 ZERO_KEYS = _ZERO_FLAGS | _ZERO_SIZES | _ZERO_OTHERS
 
@@ -192,6 +215,8 @@ _FLAGS = (
     "bf16.immediate_grad_update",
     "fp16.enabled",
     "fp16.consecutive_hysteresis",
+    "zero_optimization.offload_optimizer.fast_init",
+    "zero_optimization.offload_optimizer.pin_memory",
     "wall_clock_breakdown",
     "memory_breakdown",
     "dump_state",
@@ -289,6 +314,16 @@ def _check_zero(section: Mapping[str, Any]) -> None:
             raise ConfigError(f"{where} is {value!r}; it must be a whole number above 0")
         if name not in ZERO_KEYS:
             raise ConfigError(f"{where} is unknown{format_close_matches(name, ZERO_KEYS)}")
+    offload = section.get("offload_optimizer") or {}
+    for name in offload:
+        if name not in _OFFLOAD_KEYS:
+            close = format_close_matches(name, _OFFLOAD_KEYS)
+            raise ConfigError(f"zero_optimization.offload_optimizer.{name} is unknown{close}")
+    if offload.get("device") == "cpu" and section.get("stage", 0) != 3:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device is 'cpu' but zero_optimization.stage is "
+            f"{section.get('stage', 0)}: set the stage to 3, or remove offload_optimizer"
+        )
 
 
 def _is_size(value: Any, least: int) -> bool:

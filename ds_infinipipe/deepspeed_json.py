@@ -21,6 +21,7 @@ __all__ = [
     "SECTION",
     "check_deepspeed_settings",
     "derive_deepspeed_settings",
+    "offloads_optimizer",
     "read_deepspeed_json",
     "require_optimizer",
     "sequences_per_step",
@@ -207,6 +208,9 @@ def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[st
     zero["reduce_scatter"] = True
     zero.setdefault("reduce_bucket_size", _REDUCE_BUCKET_ELEMENTS)
     _complete_optimizer(derived)
+    if offloads_optimizer(derived):
+        # a run may bring an optimizer of its own; DeepSpeed takes none but its compiled ones else
+        derived.setdefault("zero_force_ds_cpu_optimizer", False)
     halves = [name for name in ("bf16", "fp16") if derived.get(name, {}).get("enabled")]
     if halves and zero["stage"] == 3:
         derived.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
@@ -214,6 +218,12 @@ def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[st
         # DeepSpeed has no optimizer for this mix; `runtime.sharding` accumulates in fp32
         derived.get("data_types", {}).pop("grad_accum_dtype", None)
     return derived
+
+
+def offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    """True where masters, Adam's states and gradients are to be in host memory."""
+    zero = config.get("zero_optimization") or {}
+    return (zero.get("offload_optimizer") or {}).get("device") == "cpu"
 
 
 def _drop_auto(node: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -229,8 +239,14 @@ def _drop_auto(node: dict[str, Any], path: tuple[str, ...]) -> None:
 
 
 def _complete_optimizer(derived: dict[str, Any]) -> None:
-    """Use torch's Adam unless told otherwise: DeepSpeed's own is compiled at the first step."""
+    """Use torch's Adam unless told otherwise: DeepSpeed's own is compiled at the first step.
+
+    On the host the fused one, which takes one pass over the states.
+    """
     optimizer = derived.get("optimizer")
     if optimizer is None:
         return
-    optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    params = optimizer.setdefault("params", {})
+    params.setdefault("torch_adam", True)
+    if params["torch_adam"] and params.get("foreach") is None and offloads_optimizer(derived):
+        params.setdefault("fused", True)

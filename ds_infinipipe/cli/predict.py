@@ -16,6 +16,7 @@ from ds_infinipipe.data.lengths import fit_to_context
 from ds_infinipipe.data.sampler import ChunkSampler
 from ds_infinipipe.deepspeed_json import (
     check_deepspeed_settings,
+    offloads_optimizer,
     read_deepspeed_json,
     sequences_per_step,
 )
@@ -59,7 +60,11 @@ def predict_point(config: Mapping[str, Any], source: str, num_steps: int) -> dic
 def _make_sampler(
     config: Mapping[str, Any], section: InfiniPipeConfig, source: str
 ) -> ChunkSampler:
-    model = replace(section.model.load_spec(), dtype_bytes=_dtype_bytes(config))
+    model = replace(
+        section.model.load_spec(),
+        dtype_bytes=_dtype_bytes(config),
+        offloads_optimizer=offloads_optimizer(config),
+    )
     sp = section.parallel.sp
     if sp == "auto":
         raise ConfigError('infinipipe.parallel.sp is "auto"; a prediction needs a number')
@@ -85,4 +90,4 @@ def _make_sampler(
 
 
 def _dtype_bytes(config: Mapping[str, Any]) -> int:
-    return 2 if config.get("bf16", {}).get("enabled") else 4
+    return 2 if any(config.get(n, {}).get("enabled") for n in ("bf16", "fp16")) else 4

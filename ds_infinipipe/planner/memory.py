@@ -347,13 +347,14 @@ def _stage_units(model: ModelSpec, layout: Layout, stage: int) -> list[int]:
 def _state_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
     """What is there between steps (M_ms): parameters, gradients, masters, Adam's moments.
 
-    ZeRO-3 shards all of it over sp and has float32 masters even of float32 parameters.
+    ZeRO-3 shards all of it over sp and has float32 masters even of float32 parameters; an offloaded
+    optimizer leaves the parameters alone on the device.
     """
     size, wide = model.dtype_bytes, max(4, model.dtype_bytes)
     parameters = sum(_stage_units(model, layout, stage))
     if zero_stage == 0:
         return parameters * (size + wide + 2 * wide + (4 if size < 4 else 0))
-    return -(-parameters * (size + 4 + 8 + 4) // layout.sp)
+    return -(-parameters * (size + (0 if model.offloads_optimizer else 4 + 8 + 4)) // layout.sp)
 
 
 def _working_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:

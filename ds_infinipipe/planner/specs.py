@@ -68,6 +68,8 @@ class ModelSpec:
     fused_kernels: bool = True
     has_head_norms: bool = False
     """Every query and key head is normalised (Qwen3)."""
+    offloads_optimizer: bool = False
+    """Masters, Adam's states and gradient sums are in host memory (ZeRO-3)."""
 
     @property
     def kv_size(self) -> int:

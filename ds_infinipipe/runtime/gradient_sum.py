@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 
-__all__ = ["GradientSum", "join_neighbours", "owned_parameters"]
+__all__ = ["GradientSum", "join_neighbours", "owned_parameters", "sum_hosted"]
+
+_HOSTED_BLOCK = 1 << 24
 
 
 class GradientSum:
@@ -77,3 +80,18 @@ def join_neighbours(views: Sequence[torch.Tensor], buffer: torch.Tensor) -> list
             start = runs.pop()[0]
         runs.append((start, view.storage_offset() - buffer.storage_offset() + view.numel()))
     return [buffer.narrow(0, start, end - start) for start, end in runs]
+
+
+def sum_hosted(tensor: torch.Tensor, pg: Any) -> int:
+    """Add up a flat tensor of host memory over the ranks of `pg`, in place, through the device.
+
+    NCCL reduces device memory only. Blocks bound what that takes: 64 MiB of float32. Returns the
+    number of all-reduces.
+    """
+    device = get_accelerator().current_device_name()
+    blocks = tensor.split(_HOSTED_BLOCK)
+    for block in blocks:
+        there = block.to(device)
+        dist.all_reduce(there, group=pg)
+        block.copy_(there)
+    return len(blocks)

@@ -19,7 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
-from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.deepspeed_json import offloads_optimizer, read_deepspeed_json
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
 from ds_infinipipe.model.layers import (
@@ -30,7 +30,7 @@ from ds_infinipipe.model.layers import (
     hf_names,
 )
 from ds_infinipipe.model.weights import check_weights, init_parameter, load_weights
-from ds_infinipipe.planner.specs import ModelSpec, make_layout
+from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
 from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
@@ -72,7 +72,11 @@ class InfiniPipeModule(PipelineModule):
         self.zero_stage = int(self.deepspeed_config["zero_optimization"]["stage"])
         self.dtype = _training_dtype(self.deepspeed_config, self.zero_stage, dtype)
         self.hf_config = load_hf_config(self.settings.model.load_hf_config())
-        self.spec = _spec_for(self.settings, self.dtype)
+        self.spec = replace(
+            self.settings.model.load_spec(),
+            dtype_bytes=self.dtype.itemsize,
+            offloads_optimizer=offloads_optimizer(self.deepspeed_config),
+        )
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
         specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
@@ -233,10 +237,6 @@ def _training_dtype(
     if zero_stage == 3 and chosen == torch.float64:
         raise ConfigError("float64 needs zero_optimization.stage 0: ZeRO-3 keeps fp32 masters")
     return chosen
-
-
-def _spec_for(settings: InfiniPipeConfig, dtype: torch.dtype) -> ModelSpec:
-    return replace(settings.model.load_spec(), dtype_bytes=dtype.itemsize)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class Case:
     float64: bool = False
     bf16: bool = False
     fp16: bool = False
+    offload: bool = False
     tied: bool = False
     num_layers: int = 4
     num_heads: int = 4
@@ -123,6 +124,7 @@ def make_config(case: Case) -> dict[str, Any]:
             "stage": case.zero_stage,
             "stage3_param_persistence_threshold": 40,
             "reduce_bucket_size": 6000,
+            "offload_optimizer": {"device": "cpu" if case.offload else "none"},
         },
         "infinipipe": {
             "model": {"config": hf_config, "seed": case.seed},

@@ -19,10 +19,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 
-from ds_infinipipe.runtime.gradient_sum import GradientSum, join_neighbours, owned_parameters
+from ds_infinipipe.runtime.gradient_sum import (
+    GradientSum,
+    join_neighbours,
+    owned_parameters,
+    sum_hosted,
+)
 from ds_infinipipe.runtime.surface import (
     check_zero3_optimizer,
     gradient_partition,
+    hand_over_gradients,
     reduce_pending_gradients,
 )
 
@@ -93,7 +99,10 @@ class Zero3Sharding:
         self._loss_scaler = loss_scaler
         self.loss_multiplier = self._shard_size
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
-        self._sum = None if replica_pg is None else self._make_sum(replica_pg)
+        self._is_hosted = bool(optimizer.offload_optimizer)
+        self._replica_pg = replica_pg
+        sums_early = replica_pg is not None and not self._is_hosted
+        self._sum = self._make_sum(replica_pg) if sums_early else None
         optimizer.parameter_offload._remove_module_hooks()
         for hook in [*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks]:
             hook.remove()
@@ -113,6 +122,7 @@ class Zero3Sharding:
         self._optimizer.grad_partitions_flat_buffer.zero_()
         if self._loss_scaler is not None:
             self.loss_multiplier = float(self._loss_scaler.cur_scale)
+        self._optimizer.set_gradient_accumulation_boundary(False)
         self._optimizer.micro_step_id = 1
         self._optimizer._epilogue_ran_this_backward = False
         if self._sum is not None:
@@ -162,12 +172,21 @@ class Zero3Sharding:
         if self._sum is not None:
             self._sum.finish()
             self.counts["sum"] = self._sum.started
+        elif self._replica_pg is not None:
+            buffer = self._optimizer.grad_partitions_flat_buffer
+            self.counts["sum"] += sum_hosted(buffer, self._replica_pg)
         if self._loss_scaler is not None:
             factor = self._shard_size / self.loss_multiplier
             self._optimizer.grad_partitions_flat_buffer.mul_(factor)
         if tied is not None:
             # both copies are partitioned alike, so partitions pair up by shard index
-            dist.all_reduce(gradient_partition(self._optimizer, tied), group=tied_pg)
+            partition = gradient_partition(self._optimizer, tied)
+            if self._is_hosted:
+                sum_hosted(partition, tied_pg)
+            else:
+                dist.all_reduce(partition, group=tied_pg)
+        if self._is_hosted:
+            hand_over_gradients(self._optimizer)
 
     def gradients_are_finite(self) -> bool:
         return _is_finite(self._optimizer.grad_partitions_flat_buffer)
