@@ -99,7 +99,6 @@ DEEPSPEED_KEYS = frozenset(
     }
 )
 
-_REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 # "auto" here means DeepSpeed's or the optimizer's own default
 _AUTO_SECTIONS = (
@@ -206,7 +205,6 @@ def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[st
     zero = derived.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
     zero["reduce_scatter"] = True
-    zero.setdefault("reduce_bucket_size", _REDUCE_BUCKET_ELEMENTS)
     _complete_optimizer(derived)
     if offloads_optimizer(derived):
         # a run may bring an optimizer of its own; DeepSpeed takes none but its compiled ones else

@@ -240,11 +240,10 @@ def test_torch_adam_is_used_unless_the_user_says_otherwise() -> None:
     assert given["optimizer"]["params"]["torch_adam"] is False
 
 
-def test_gradients_are_reduce_scattered_in_small_buckets_unless_given() -> None:
+def test_gradients_are_reduce_scattered_in_buckets_of_the_given_size() -> None:
     assert derive()["zero_optimization"] == {
         "stage": 3,
         "reduce_scatter": True,
-        "reduce_bucket_size": 50_000_000,
     }
     zero = {"stage": 3, "reduce_bucket_size": 600}
     assert derive(zero_optimization=zero)["zero_optimization"]["reduce_bucket_size"] == 600

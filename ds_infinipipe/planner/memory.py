@@ -7,7 +7,6 @@ an arena of the whole sequence, apart from the activations; see `MemoryModel.are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,11 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
 from ds_infinipipe.planner.loss_memory import logits_bytes
+from ds_infinipipe.planner.model_states import (
+    gathered_bytes,
+    reduce_bucket_elements,
+    state_bytes,
+)
 from ds_infinipipe.planner.specs import Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk, Op, Slice
 
@@ -51,7 +55,13 @@ class MemoryModel:
         self.model = model
         self.layout = layout
         self._loss_block_tokens = loss_block_tokens
-        self._adds_head_gradient = zero_stage == 0 or model.dtype_bytes < 4
+        self._zero_stage = zero_stage
+        late = 3 * model.ffn_size + model.query_size
+        self._late_weight_bytes = model.dtype_bytes * model.hidden_size * late
+        joint = min(model.layer_params, reduce_bucket_elements(model))
+        self._reduction_bytes = model.dtype_bytes * (model.layer_params + joint)
+        """A layer's gradients, and those of a bucket laid out by rank for the reduce-scatter."""
+        self._embedding_gradient_bytes = model.dtype_bytes * model.embedding_params
         tensors = saved_tensors(model, layout.sp)
         self._saved_token_bytes = sum(t.token_bytes for t in tensors if not t.is_kv)
         self._late_token_bytes = sum(t.token_bytes for t in tensors if t.is_late)
@@ -63,9 +73,9 @@ class MemoryModel:
         self._kv_row_elements = 2 * local_kv_heads(model, layout.sp) * model.head_dim
         self._kv_row_bytes = self._kv_row_elements * model.dtype_bytes
         stages = range(layout.pp)
-        self.state_bytes = tuple(_state_bytes(model, layout, p, zero_stage) for p in stages)
+        self.state_bytes = tuple(state_bytes(model, layout, p, zero_stage) for p in stages)
         self.static_bytes = tuple(
-            self.state_bytes[p] + _working_bytes(model, layout, p, zero_stage) for p in stages
+            self.state_bytes[p] + gathered_bytes(model, layout, p, zero_stage) for p in stages
         )
 
     def saved_bytes(self, chunk: Chunk) -> int:
@@ -133,14 +143,22 @@ class MemoryModel:
 
         A layer is rebuilt on top of all that is kept only where every layer is recomputed: the
         layers above the recomputed ones are gone when those run. Of a tail's dK and dV one layer
-        is there in its first layer's backward, all of them in its last layer's, where the
-        activations of the other layers are gone; so the result can be negative.
+        is there in its first layer's backward, all of them in its last layer's, where what the
+        other layers kept is gone; so the result can be negative. Under ZeRO-3 the
+        gradients of a layer's weights are whole until they are reduced.
         """
-        layer = self._rebuilt_bytes(chunk) if self._is_all(stage, recompute) else 0
+        layers, is_all = self.layout.stage_layers[stage], self._is_all(stage, recompute)
+        layer = self._gradient_workspace(chunk) + (self._rebuilt_bytes(chunk) if is_all else 0)
+        if self._zero_stage == 3:
+            gone = 0 if is_all else self._rebuilt_bytes(chunk)
+            layer = max(layer, self._reduction_bytes - gone)
         if _is_tail(chunk):
-            absent = min(self.kv_grad_bytes(chunk.context_len), self.saved_bytes(chunk))
-            layer -= (self.layout.stage_layers[stage] - 1) * absent
-        return layer + self._gradient_workspace(chunk) + self._transfer_bytes(stage, chunk)
+            layer -= self._least_absent(chunk, layers, recompute)
+        if self._zero_stage == 3 and stage == 0:
+            # the embedding's turn is the last: of the chunk only the gradient is left
+            gone = self.held_bytes(stage, chunk, layers) - self.input_bytes(chunk)
+            layer = max(layer, self._embedding_gradient_bytes - gone)
+        return layer + self._transfer_bytes(stage, chunk)
 
     def stash_bytes(self, stage: int, chunk: Chunk) -> int:
         """What I(chunk) leaves on a stage for W(chunk), which removes it.
@@ -178,7 +196,7 @@ class MemoryModel:
         """
         tokens, saved = self._local_tokens(chunk), self.saved_bytes(chunk)
         absent = self.kv_grad_bytes(chunk.context_len) if _is_tail(chunk) else 0
-        mlp, attention = self._gradient_workspaces(chunk)
+        mlp, attention = self._activation_gradients(chunk)
         # inputs and output gradients of the MLP's projections stay, its widest moment keeps product
         stays = tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
         workspace = max(mlp + tokens * self._ffn_token_bytes, attention + stays)
@@ -190,11 +208,12 @@ class MemoryModel:
         )
 
     def weight_transient(self, stage: int, chunk: Chunk) -> int:
-        """Bytes that live only during W(chunk): what other operations' transfers hold.
-
-        A layer's weight gradients are among the static bytes.
-        """
-        return self._transfer_bytes(stage, chunk)
+        """Bytes that live only during W(chunk): gradients in reduction, transfers of others."""
+        weights = 0
+        if self._zero_stage == 3:
+            embedding = self._embedding_gradient_bytes if stage == 0 else 0
+            weights = max(self._reduction_bytes, embedding)
+        return weights + self._transfer_bytes(stage, chunk)
 
     def token_capacity(self, k: int, limit: int) -> int:
         """Most tokens of a chunk that fit every stage with all layers recomputed; at least 0.
@@ -277,17 +296,17 @@ class MemoryModel:
 
     def _loss_bytes(self, chunk: Chunk) -> int:
         """The head at work: the logits of one block, the final norm's tensors, and the weight's
-        gradient in float32 where it is not the one that the states count.
+        gradient in float32, which is not the one that the states count.
         """
         model, tokens = self.model, self._local_tokens(chunk)
         is_half = model.dtype_bytes < 4
         logits = logits_bytes(model, min(self._loss_block_tokens, tokens))
         weight = model.embedding_params * max(4, model.dtype_bytes)
         norm = 3 * self._hidden_token_bytes + (4 * model.hidden_size if is_half else 0)
-        # the plain norm's backward is in float32: its input's copy and three gradients
-        norm_backward = 16 * model.hidden_size if is_half and not model.fused_kernels else 0
+        # the plain norm's backward is in float32: its input's copy and five gradients
+        norm_backward = 24 * model.hidden_size if is_half and not model.fused_kernels else 0
         working = max(logits + tokens * norm, tokens * norm_backward)
-        return working + (weight if self._adds_head_gradient else 0)
+        return working + weight
 
     def _gradient_workspace(self, chunk: Chunk) -> int:
         """Most that one layer's backward has on top of what the layer keeps."""
@@ -296,10 +315,34 @@ class MemoryModel:
     def _gradient_workspaces(self, chunk: Chunk) -> tuple[int, int]:
         """What one layer's backward has on top of what the layer keeps, in MLP and attention.
 
-        In the MLP the gradients of product, gate and up, the product itself gone; in attention,
-        with all that came after it gone, the gradients of residual, output and query, and dK and dV
-        from the kernel for all rows the slice attends to. The gradient of the stage's output takes
-        the place of the output.
+        Under ZeRO-3 the gradient of the down projection's weight is there with those of the MLP's
+        activations, those of all projections after attention with attention's.
+        """
+        mlp, attention = self._activation_gradients(chunk)
+        if self._zero_stage == 3:
+            mlp += self.model.hidden_size * self._ffn_token_bytes
+            attention += self._late_weight_bytes
+        return mlp, attention
+
+    def _least_absent(self, chunk: Chunk, layers: int, recompute: int) -> int:
+        """Of what a tail has in all layers together, how much is not there at the fullest moment.
+
+        At its first layer the dK and dV of the others are absent; at its last one what the others
+        had kept. In between is never the most: kept layers come first and are the bigger ones.
+        With some layers recomputed, as if all but one were.
+        """
+        others, saved = layers - 1, self.saved_bytes(chunk)
+        kept = others if recompute == 0 else min(others, int(recompute < layers))
+        gone = kept * saved + (others - kept) * self.input_bytes(chunk)
+        return min(others * self.kv_grad_bytes(chunk.context_len), gone)
+
+    def _activation_gradients(self, chunk: Chunk) -> tuple[int, int]:
+        """Gradients in the MLP and in attention, less what is gone by then.
+
+        In the MLP those of product, gate and up, the product itself gone; in attention, with all
+        that came after it gone, those of residual, output and query, and dK and dV from the kernel
+        for all rows the slice attends to. The gradient of the stage's output takes the place of the
+        output.
         """
         tokens = self._local_tokens(chunk)
         kv_rows = (chunk.context_len + chunk.padded_tokens) * self._kv_row_bytes
@@ -318,52 +361,15 @@ class MemoryModel:
         gradients = (k - 1) * self.kv_grad_bytes(1)
         # the tail's backward has one layer's dK/dV, the next one all of them but not the tail
         held = window * (inputs + arena) + max(gradients, layers * gradients - inputs)
-        workspace = self._gradient_workspace(tail) + self._transfer_bytes(stage, token)
+        workspace = max(self._activation_gradients(tail)) + self._transfer_bytes(stage, token)
         backward = (self._rebuilt_bytes(token) + workspace) / sp
         loss = 0
         if stage == self.layout.pp - 1:
             loss = self._loss_bytes(Chunk((Slice(0, 0, self._loss_block_tokens * sp, True),)))
-        free = limit - self.static_bytes[stage] - loss
+        weights = self._late_weight_bytes if self._zero_stage == 3 else 0
+        free = limit - self.static_bytes[stage] - max(loss, weights)
         return int(free / (held + backward))
 
 
 def _is_tail(chunk: Chunk) -> bool:
     return chunk.keeps_kv and chunk.slices[0].is_tail
-
-
-def _stage_units(model: ModelSpec, layout: Layout, stage: int) -> list[int]:
-    """Parameters of a stage's layers, the embedding before and the head after them.
-
-    Tied weights on different stages are two copies.
-    """
-    units = [model.layer_params] * layout.stage_layers[stage]
-    if stage == 0:
-        units.insert(0, model.embedding_params)
-    if stage == layout.pp - 1 and not (model.tied_embeddings and layout.pp == 1):
-        units.append(model.embedding_params)
-    return units
-
-
-def _state_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
-    """What is there between steps (M_ms): parameters, gradients, masters, Adam's moments.
-
-    ZeRO-3 shards all of it over sp and has float32 masters even of float32 parameters; an offloaded
-    optimizer leaves the parameters alone on the device.
-    """
-    size, wide = model.dtype_bytes, max(4, model.dtype_bytes)
-    parameters = sum(_stage_units(model, layout, stage))
-    if zero_stage == 0:
-        return parameters * (size + wide + 2 * wide + (4 if size < 4 else 0))
-    return -(-parameters * (size + (0 if model.offloads_optimizer else 4 + 8 + 4)) // layout.sp)
-
-
-def _working_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
-    """ZeRO-3 at work: two layers at a time are gathered from the ranks and have gradients.
-
-    Only one layer has gradients at a time; the other is for the reduction's buffers.
-    """
-    if zero_stage == 0:
-        return 0
-    units = _stage_units(model, layout, stage)
-    neighbours = max((a + b for a, b in pairwise(units)), default=units[0])
-    return model.dtype_bytes * neighbours * (2 if layout.sp > 1 else 1)

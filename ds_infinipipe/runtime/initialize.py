@@ -16,6 +16,7 @@ from ds_infinipipe.data.sampler import SequenceSampler
 from ds_infinipipe.deepspeed_json import read_deepspeed_json, require_optimizer
 from ds_infinipipe.errors import ConfigError, DataError
 from ds_infinipipe.model.hf import max_positions
+from ds_infinipipe.planner.model_states import reduce_bucket_elements
 from ds_infinipipe.runtime.agree import raise_together, refusing
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.module import InfiniPipeModule
@@ -91,6 +92,10 @@ def _build_engine(
     parameters = list(model.parameters()) if model_parameters is None else model_parameters
     # DeepSpeed edits what it is given, and would read args.deepspeed_config where there are args
     settings = read_deepspeed_json(derived)
+    # what the plan's memory counts
+    settings["zero_optimization"].setdefault(
+        "reduce_bucket_size", reduce_bucket_elements(model.spec)
+    )
     return InfiniPipeEngine(
         model=model,
         sequences_per_step=num_sequences,

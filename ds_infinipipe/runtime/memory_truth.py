@@ -24,7 +24,6 @@ from ds_infinipipe.runtime.selftest import engine_from_config
 __all__ = ["MemoryCase", "MemoryDifference", "compare_memory"]
 
 _PERSISTENT_PARAMETERS = 300  # norm weights stay whole, as in models of real size
-_BUCKET_ELEMENTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class MemoryCase:
             "zero_optimization": {
                 "stage": self.zero_stage,
                 "stage3_param_persistence_threshold": _PERSISTENT_PARAMETERS,
-                "reduce_bucket_size": _BUCKET_ELEMENTS,
             },
             "infinipipe": {
                 "model": {"config": self._hf_config(), "seed": self.seed},
@@ -143,8 +141,6 @@ def _compare_step(
         zero_stage=plan.zero_stage,
         loss_block_tokens=plan.loss_block_tokens,
     )
-    # the reduction's bucket is a setting of DeepSpeed that the model does not know
-    bucket = _BUCKET_ELEMENTS * case.dtype.itemsize if case.zero_stage == 3 else 0
     states = model.state_bytes[stage]
     counts = [count for p in plan.pipelines for count in p.recompute[stage]]
     return MemoryDifference(
@@ -152,7 +148,7 @@ def _compare_step(
         is_planned=is_planned,
         num_tokens=plan.num_tokens,
         recomputed_share=float(np.mean(counts)) / plan.layout.stage_layers[stage],
-        measured_states=use.start_bytes - foreign_bytes - bucket,
+        measured_states=use.start_bytes - foreign_bytes,
         predicted_states=states,
         measured_step=use.dynamic_bytes,
         predicted_step=plan.predicted.peak_bytes[stage] - states,

@@ -13,6 +13,7 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
 from ds_infinipipe.planner.loss_memory import logits_bytes
 from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.model_states import reduce_bucket_elements
 from ds_infinipipe.planner.specs import BUILTIN_MODELS, Layout, ModelSpec, make_layout
 from ds_infinipipe.planner.types import Chunk, Instruction, Op, Slice
 
@@ -156,11 +157,11 @@ def test_key_value_gradients_are_accumulated_in_float32_or_wider(
     assert memory.kv_grad_bytes(10) == 10 * 2 * 1 * 4 * gradient_size
 
 
-def test_eq_6_zero_3_states_are_sharded_with_two_layers_gathered_and_their_gradients() -> None:
+def test_eq_6_zero_3_states_are_sharded_with_a_bucket_and_two_layers_gathered() -> None:
     layer, embedding = 640, 32 * 8
     first, last = memory_of().static_bytes
-    assert first == (3 * layer + embedding) * 18 // 2 + 4 * 2 * layer
-    assert last == (layer + embedding) * 18 // 2 + 2 * 2 * (layer + embedding)
+    assert first == (3 * layer + embedding) * 18 // 2 + 2 * layer + 2 * 2 * layer
+    assert last == (layer + embedding) * 18 // 2 + 2 * layer + 2 * (layer + embedding)
 
 
 def test_eq_6_without_zero_states_are_whole() -> None:
@@ -184,25 +185,32 @@ def test_eq_6_a_middle_stage_of_one_layer_gathers_that_layer_alone() -> None:
     assert memory_of(layout=Layout(3, 2, 1, (2, 1, 1))).static_bytes[1] == 320 * 18 + 4 * 640
 
 
+def test_zero_3_collects_at_most_fifty_million_gradients() -> None:
+    assert reduce_bucket_elements(MODEL) == 640
+    assert reduce_bucket_elements(BUILTIN_MODELS["llama-30b"]) == 50_000_000
+
+
 def test_eq_6_float32_parameters_have_float32_masters_under_zero_3() -> None:
     memory = memory_of(replace(MODEL, dtype_bytes=4), Layout(3, 1, 1, (2, 1, 1)))
-    assert memory.state_bytes[1] == 640 * 20
+    assert memory.state_bytes[1] == 640 * 20 + 640 * 4
 
 
 @pytest.mark.parametrize(
     ("name", "gib"), [("llama-7b", 5.2), ("llama-13b", 9.4), ("llama-30b", 21.2)]
 )
 def test_eq_6_gives_the_documented_model_states(name: str, gib: float) -> None:
+    """They count two layers' gradients at all times, and no bucket."""
     model = BUILTIN_MODELS[name]
-    memory = MemoryModel(model, make_layout(model, 4, 8))
-    assert memory.static_bytes[0] / 2**30 == pytest.approx(gib, abs=0.06)
+    static = MemoryModel(model, make_layout(model, 4, 8)).static_bytes[0]
+    documented = static - 2 * 50_000_000 + 2 * 2 * model.layer_params
+    assert documented / 2**30 == pytest.approx(gib, abs=0.06)
 
 
 HIDDEN = 3 * 8 * 2  # of six tokens on one of two ranks, also a receive or send buffer
 
 
 def test_recomputing_all_layers_adds_one_layers_activations_while_it_runs() -> None:
-    memory, chunk = memory_of(), whole(0, 6)
+    memory, chunk = memory_of(zero_stage=0), whole(0, 6)
     rebuilt = (6 * 208 // 2 + 6 * 16) - 6 * 8
     backward = memory.backward_transient(0, chunk, 0)
     assert memory.backward_transient(0, chunk, 3) == backward + rebuilt
@@ -228,8 +236,8 @@ def test_logits_of_one_block_live_in_the_last_forward() -> None:
     assert memory_of(block=2).forward_transient(1, chunk, 0) == head + 2 * token
     assert memory_of(block=1024).forward_transient(1, chunk, 0) == head + 3 * token
     assert memory_of(block=2).forward_transient(0, chunk, 0) == 2 * HIDDEN
-    float32 = memory_of(replace(MODEL, dtype_bytes=4), block=2)  # no copies, no second gradient
-    assert float32.forward_transient(1, chunk, 0) == 2 * (5 * HIDDEN) + 2 * 32 * 4
+    float32 = memory_of(replace(MODEL, dtype_bytes=4), block=2)  # no copies
+    assert float32.forward_transient(1, chunk, 0) == 2 * (5 * HIDDEN) + 2 * 32 * 4 + 256 * 4
 
 
 def test_a_logit_costs_one_element_but_for_a_scratch_of_fixed_size() -> None:
@@ -247,7 +255,7 @@ def test_logits_and_a_recomputed_layer_do_not_coincide() -> None:
 
 
 def test_backward_workspace_has_the_mlps_gradients_or_the_attentions() -> None:
-    memory = memory_of()
+    memory = memory_of(zero_stage=0)
     mlp = 2 * 3 * 16 * 2  # three tokens a rank, two of gate, up and product
     assert memory.backward_transient(0, whole(0, 6), 0) == HIDDEN + mlp
     far = Chunk((Slice(0, 100, 6, False),))
@@ -258,20 +266,48 @@ def test_backward_workspace_has_the_mlps_gradients_or_the_attentions() -> None:
 
 def test_only_stages_with_an_earlier_one_send_gradients() -> None:
     chunk = whole(0, 6)
-    three = memory_of(layout=Layout(3, 2, 1, (2, 1, 1)))
-    one = memory_of(layout=Layout(1, 2, 1, (4,)))
+    three = memory_of(zero_stage=0, layout=Layout(3, 2, 1, (2, 1, 1)))
+    one = memory_of(zero_stage=0, layout=Layout(1, 2, 1, (4,)))
     mlp = 2 * 3 * 16 * 2
     found = [three.backward_transient(stage, chunk, 0) - mlp for stage in range(3)]
     assert found == [HIDDEN, 2 * HIDDEN, 2 * HIDDEN]
     assert one.backward_transient(0, chunk, 0) == mlp
 
 
-def test_a_tails_backward_has_one_layers_key_value_gradients_at_its_start() -> None:
-    memory = memory_of()
-    tail, middle = (Chunk((Slice(0, 4, 8, is_tail),)) for is_tail in (True, False))
-    absent = 2 * memory.kv_grad_bytes(4)  # of the two lower layers of three
-    without = memory.backward_transient(0, middle, 0)
-    assert memory.backward_transient(0, tail, 0) == without - absent
+def test_under_zero_3_a_layers_weight_gradients_are_whole_until_they_are_reduced() -> None:
+    plain, memory, chunk = memory_of(zero_stage=0), memory_of(), whole(0, 600)
+    for where, weights in ((chunk, 8 * 16), (Chunk((Slice(0, 10**4, 600, False),)), 3 * 128 + 64)):
+        more = memory.backward_transient(1, where, 0) - plain.backward_transient(1, where, 0)
+        assert more == 2 * weights
+
+
+def test_under_zero_3_few_tokens_need_the_room_of_a_layers_gradients_and_their_buckets() -> None:
+    chunk = whole(0, 2)
+    buffers, rebuilt = 2 * 16, (208 + 2 * 16) - 16
+    assert memory_of().backward_transient(1, chunk, 0) == buffers + 2 * 2 * 640 - rebuilt
+    assert memory_of().backward_transient(1, chunk, 1) == buffers + 2 * 2 * 640
+
+
+def test_under_zero_3_the_first_stage_ends_with_the_gradient_of_its_embedding() -> None:
+    memory, chunk = memory_of(replace(MODEL, vocab_size=10**4)), whole(0, 6)
+    gone = memory.held_bytes(0, chunk, 3) - HIDDEN
+    assert memory.backward_transient(0, chunk, 0) == HIDDEN + 8 * 10**4 * 2 - gone
+
+
+@pytest.mark.parametrize("context", [2, 10, 30, 200])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
+def test_a_tails_backward_is_counted_at_its_fullest_layer(context: int, recompute: int) -> None:
+    """Layer by layer from the top: its dK and dV come, and what it kept goes."""
+    memory = memory_of(zero_stage=0)
+    tail, middle = (Chunk((Slice(0, context, 8, is_tail),)) for is_tail in (True, False))
+    gradients, inputs = memory.kv_grad_bytes(context), memory.input_bytes(tail)
+    kept = [memory.saved_bytes(tail)] * (3 - recompute) + [inputs] * recompute
+    fullest = max((i + 1) * gradients + sum(kept[i:]) for i in range(3))
+    counted = 3 * gradients + sum(kept) + memory.backward_transient(0, tail, recompute)
+    counted -= memory.backward_transient(0, middle, recompute)
+    assert counted >= fullest
+    if recompute in (0, 3):
+        assert counted == fullest
 
 
 def test_eq_8_whole_sequences_pile_up_until_their_backward() -> None:
@@ -297,7 +333,7 @@ def test_eq_8_counts_the_stages_own_layers() -> None:
 
 
 def test_eq_8_peaks_in_the_last_stages_forward_where_the_logits_outweigh_a_backward() -> None:
-    memory, chunk = memory_of(), whole(0, 6)
+    memory, chunk = memory_of(zero_stage=0), whole(0, 6)
     expected = memory.held_bytes(1, chunk, 0) + memory.forward_transient(1, chunk, 0)
     assert memory.forward_transient(1, chunk, 0) > memory.backward_transient(1, chunk, 0)
     assert activations_peak(memory, 1, [(F, 0), (B, 0)], [chunk], [0]) == expected

