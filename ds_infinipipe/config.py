@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,6 +67,10 @@ class ModelSettings(_Section):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the random weights; equal for every layout. Default 0."""
 
+    kernels: Literal["auto", "liger", "torch"] = "auto"
+    """Whose RMSNorm, rotary embedding and SwiGLU run: Liger's fused ones, which keep fewer
+    activations, or transformers' in torch. "auto" (default): Liger's on CUDA if installed."""
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
         given = [n for n in ("path", "config", "config_path") if getattr(self, n) is not None]
@@ -90,8 +95,12 @@ class ModelSettings(_Section):
         return read_json_object(file, "the model config")
 
     def load_spec(self) -> ModelSpec:
-        """What the planner needs of the model; ConfigError for an unsupported one."""
-        return model_from_hf(self.load_hf_config())
+        """What the planner needs of the model; ConfigError for an unsupported one.
+
+        Where `kernels` is "auto" the activations of torch's layers are counted, the larger ones.
+        """
+        spec = model_from_hf(self.load_hf_config())
+        return replace(spec, fused_kernels=self.kernels == "liger")
 
 
 class ParallelSettings(_Section):

@@ -8,7 +8,6 @@ Shapes: T tokens, E hidden size, V vocabulary, B tokens of a block.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.ops.triton_support import triton_obstacle
 from ds_infinipipe.planner.loss_memory import SCRATCH_ELEMENTS
 
 __all__ = [
@@ -98,15 +98,7 @@ def _resolve(impl: str, device_type: str, dtype: torch.dtype) -> str:
 
 def _obstacle(name: str, device_type: str) -> str | None:
     """Why a backend cannot run, or None."""
-    if name != "triton":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install 'ds-infinipipe[gpu]')"
-    import triton
-
-    if device_type != "cuda" and not triton.knobs.runtime.interpret:
-        return "it needs a CUDA device"
-    return None
+    return triton_obstacle(device_type) if name == "triton" else None
 
 
 def linear_cross_entropy_sum(

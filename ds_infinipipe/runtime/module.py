@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
@@ -22,6 +23,7 @@ from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
 from ds_infinipipe.deepspeed_json import offloads_optimizer, read_deepspeed_json
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
+from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import (
     EMBEDDING_NAME,
     DecoderLayer,
@@ -72,8 +74,10 @@ class InfiniPipeModule(PipelineModule):
         self.zero_stage = int(self.deepspeed_config["zero_optimization"]["stage"])
         self.dtype = _training_dtype(self.deepspeed_config, self.zero_stage, dtype)
         self.hf_config = load_hf_config(self.settings.model.load_hf_config())
+        self.kernels = self._choose_kernels()
         self.spec = replace(
             self.settings.model.load_spec(),
+            fused_kernels=self.kernels == "liger",
             dtype_bytes=self.dtype.itemsize,
             offloads_optimizer=offloads_optimizer(self.deepspeed_config),
         )
@@ -88,6 +92,12 @@ class InfiniPipeModule(PipelineModule):
             super().__init__(specs, topology=topology)
         self._mark_parameters()
         self._fill_parameters()
+
+    def _choose_kernels(self) -> str:
+        wanted, device_type = self.settings.model.kernels, get_accelerator().device_name()
+        kernels = resolve_kernels(wanted, self.hf_config, device_type, self.dtype)
+        use_kernels(self.hf_config, kernels)
+        return kernels
 
     @property
     def grid(self) -> InfiniPipeGrid:

@@ -25,7 +25,7 @@ CHUNKS = {
 }
 
 
-def _kept_bytes(layer: DecoderLayer, context: ChunkContext, x: Tensor) -> int:
+def kept_bytes(layer: DecoderLayer, context: ChunkContext, x: Tensor) -> int:
     """Bytes of all storages saved in forward, without parameters, rotary tables and the arena."""
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -39,6 +39,16 @@ def _kept_bytes(layer: DecoderLayer, context: ChunkContext, x: Tensor) -> int:
     return sum(size for pointer, size in storages.items() if pointer not in elsewhere)
 
 
+def chunk_context(values: dict, shape: Chunk, dtype: torch.dtype) -> ChunkContext:
+    """The chunk's context on the CPU; the tokens before a slice are zeros in its arena."""
+    arena = SequenceArena(80) if shape.keeps_kv else None
+    if arena is not None:
+        earlier = torch.zeros(shape.context_len, 2, 16, dtype=dtype)
+        arena.write(earlier, earlier, 0, 0)
+    rotary = make_rotary(load_hf_config(values), "cpu")
+    return ChunkContext.from_chunk(shape, arena, None, rotary=rotary, device="cpu", dtype=dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
@@ -47,15 +57,9 @@ def test_the_memory_model_knows_what_a_layer_keeps(
 ) -> None:
     values = tiny_config(kind, **SIZES)
     config, shape = load_hf_config(values), CHUNKS[chunk]
-    arena = SequenceArena(80) if shape.keeps_kv else None
-    if arena is not None:
-        earlier = torch.zeros(shape.context_len, 2, 16, dtype=dtype)
-        arena.write(earlier, earlier, 0, 0)
-    context = ChunkContext.from_chunk(
-        shape, arena, None, rotary=make_rotary(config, "cpu"), device="cpu", dtype=dtype
-    )
+    context = chunk_context(values, shape, dtype)
     layer = DecoderLayer(config, 0).to(dtype)
-    kept = _kept_bytes(layer, context, torch.randn(1, shape.padded_tokens, 64).to(dtype))
+    kept = kept_bytes(layer, context, torch.randn(1, shape.padded_tokens, 64).to(dtype))
     spec = replace(model_from_hf(values), dtype_bytes=dtype.itemsize)
     predicted = MemoryModel(spec, make_layout(spec, 1, 1)).saved_bytes(shape)
     assert 0.85 * predicted < kept < 1.02 * predicted

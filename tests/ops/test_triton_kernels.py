@@ -20,14 +20,20 @@ from triton.compiler import ASTSource
 
 from ds_infinipipe.ops.triton_cross_entropy import cross_entropy_kernel, launch_sizes
 
-CASES = Path(__file__).with_name("interpreter_cases.py")
+CASES = {
+    "cross-entropy": Path(__file__).with_name("interpreter_cases.py"),
+    "Liger's layers": Path(__file__).parent.with_name("model") / "liger_cases.py",
+}
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
-def test_the_kernels_match_float64_in_tritons_interpreter() -> None:
+@pytest.mark.parametrize("cases", CASES)
+def test_kernels_give_in_tritons_interpreter_what_torch_gives(cases: str) -> None:
+    if cases == "Liger's layers":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     # a process of its own: Triton decides when it is imported whether it interprets
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES[cases])],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
