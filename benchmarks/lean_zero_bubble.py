@@ -100,7 +100,7 @@ def split_makespan_s(
 
 def gains(case: Case, seed: int) -> dict[str, float]:
     plan = plan_case(case, seed, "lean")
-    cost = CostModel(plan.model, plan.cluster, plan.layout)
+    cost = CostModel.of_plan(plan)
     costs = cost.chunk_costs(plan.chunks)
     tokens = np.array([chunk.padded_tokens for chunk in plan.chunks], dtype=np.float64)
     layers = np.array(plan.layout.stage_layers, dtype=np.float64)[:, None]

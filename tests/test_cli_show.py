@@ -104,7 +104,7 @@ def redigested(change: Callable[[dict[str, Any]], object]) -> Callable[[str], st
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda text: text[: len(text) // 2], "not a plan file of version 2"),
+        (lambda text: text[: len(text) // 2], "not a plan file of version 3"),
         (lambda text: "", "not a plan file"),
         (lambda text: "[]", "not a plan file"),
         (lambda text: "null", "not a plan file"),

@@ -38,6 +38,7 @@ _SETTINGS = {
     "recompute": "recompute",
     "lean_solver": "lean_solver",
     "loss_block_tokens": "loss_block_tokens",
+    "gather": "gather",
 }
 
 
@@ -119,6 +120,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recompute", help="adaptive (default), none or full")
     parser.add_argument("--loss-block-tokens", type=int, metavar="N")
+    parser.add_argument("--gather", choices=("auto", "chunk", "step"))
 
 
 def _int_or_auto(text: str) -> int | str:

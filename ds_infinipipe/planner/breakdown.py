@@ -49,5 +49,4 @@ def break_down(
 
 def break_down_plan(plan: Plan) -> Breakdown:
     """`break_down` under the constants of the plan's own model and cluster."""
-    cost = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage)
-    return break_down(plan.streams, plan.chunks, cost)
+    return break_down(plan.streams, plan.chunks, CostModel.of_plan(plan))

@@ -16,7 +16,7 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.links import all2all_s, gather_s, p2p_token_s
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
-from ds_infinipipe.planner.types import Chunk
+from ds_infinipipe.planner.types import Chunk, Plan
 
 __all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients", "chunk_sizes"]
 
@@ -113,8 +113,10 @@ class CostModel:
         zero_stage: int = 3,
         *,
         coefficients: CostCoefficients | None = None,
+        keeps_gathered: bool = False,
     ) -> None:
-        """`coefficients` replaces the analytic ones.
+        """`coefficients` replaces the analytic ones. With `keeps_gathered` only a step's first
+        forward gathers; its wait is shared out among the chunks.
 
         Raises ConfigError for a ZeRO stage other than 0 and 3.
         """
@@ -126,9 +128,21 @@ class CostModel:
         self.coefficients = coefficients or analytic_coefficients(
             model, cluster, layout, zero_stage
         )
+        self.keeps_gathered = keeps_gathered
         self.mean_layers = model.num_layers / layout.pp
         self._p2p_token_s = p2p_token_s(model, layout, cluster)
         self._p2p_latency_s = cluster.p2p_latency_s
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> CostModel:
+        """Under the constants of the plan's own model and cluster."""
+        return cls(
+            plan.model,
+            plan.cluster,
+            plan.layout,
+            plan.zero_stage,
+            keeps_gathered=plan.keeps_gathered,
+        )
 
     @property
     def mesh_coefficients(self) -> tuple[float, float]:
@@ -166,7 +180,10 @@ class CostModel:
     def size_costs(self, tokens: Floats, areas: Floats) -> ChunkCosts:
         """`chunk_costs` of chunks known by their sizes alone, padding included; arrays [n]."""
         layers = np.array(self.layout.stage_layers, dtype=np.float64)[:, None]
-        forward = layers * self._layer_forward(tokens, areas)[None, :]
+        layer_s = self._layer_forward(tokens, areas)
+        if self.keeps_gathered:
+            layer_s = layer_s + self._gather_wait(tokens, areas) / max(1, tokens.size)
+        forward = layers * layer_s[None, :]
         forward[-1] += 3 * self.coefficients.logits_s * tokens
         return ChunkCosts(
             forward_s=forward,
@@ -210,18 +227,29 @@ class CostModel:
     def _all2all(self, tokens: Floats) -> Floats:
         return self.coefficients.all2all_s * tokens + self.coefficients.latency_s
 
+    @property
+    def _gather_s(self) -> float:
+        """Of one layer before a pass through it."""
+        return 0.0 if self.keeps_gathered else self.coefficients.gather_s
+
+    def _gather_wait(self, tokens: Floats, areas: Floats) -> Floats:
+        """What a layer's gather adds to its forward."""
+        compute = self._forward_compute(tokens, areas)
+        return self._with_gather(compute, self.coefficients.gather_s) - compute
+
     def _layer_forward(self, tokens: Floats, areas: Floats) -> Floats:
         compute = self._forward_compute(tokens, areas)
-        return self._with_gather(compute, self.coefficients.gather_s) + self._all2all(tokens)
+        return self._with_gather(compute, self._gather_s) + self._all2all(tokens)
 
     def _layer_backward(self, tokens: Floats, areas: Floats) -> Floats:
         compute = self._backward_compute(tokens, areas)
-        return self._with_gather(compute, 2 * self.coefficients.gather_s) + self._all2all(tokens)
+        both_s = self._gather_s + self.coefficients.gather_s
+        return self._with_gather(compute, both_s) + self._all2all(tokens)
 
     def _layer_input(self, tokens: Floats, areas: Floats) -> Floats:
         """I: the backward but for the weights' half of the linear work; it gathers the layer."""
         compute = self._backward_compute(tokens, areas) - self.coefficients.linear_s * tokens
-        return self._with_gather(compute, self.coefficients.gather_s) + self._all2all(tokens)
+        return self._with_gather(compute, self._gather_s) + self._all2all(tokens)
 
     def _layer_weight(self, tokens: Floats) -> Floats:
         """W: the other half, and the reduce-scatter; the fixed cost is on top of the backward's."""

@@ -13,8 +13,8 @@ __all__ = ["forecast", "forecast_streams"]
 
 def forecast(plan: Plan) -> Timeline:
     """Simulated timeline of a plan under the constants of its own model and cluster."""
-    cost = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage)
-    return forecast_streams(plan.streams, cost.chunk_costs(plan.chunks))
+    costs = CostModel.of_plan(plan).chunk_costs(plan.chunks)
+    return forecast_streams(plan.streams, costs)
 
 
 def forecast_streams(streams: Sequence[Sequence[Instruction]], costs: ChunkCosts) -> Timeline:

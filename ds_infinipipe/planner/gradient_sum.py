@@ -73,7 +73,9 @@ class GradientSums:
         cost = CostModel(model, cluster, layout, zero_stage)
         is_shared = layout.dp > 1 and sum_shares_links(layout, cluster)
         own_s = 2 * cost.coefficients.gather_s if is_shared else 0.0
-        return cls(layout, units_s, own_s, cluster.zero_overlap)
+        # gradients in host memory are summed when all are there
+        overlap = 0.0 if model.offloads_optimizer else cluster.zero_overlap
+        return cls(layout, units_s, own_s, overlap)
 
     def least_s(self, stage: int) -> float:
         """What no step hides: sums that start at the last backward's end, or cannot overlap."""
@@ -111,7 +113,10 @@ def step_time_s(plans: Sequence[Plan]) -> float:
         return max(makespans_s)
     sums = GradientSums.of(first.model, first.layout, first.cluster, first.zero_stage)
     busy = [plan for plan in plans if plan.chunks]
-    settled = [settled_times(forecast(plan), _costs(plan), plan.layout) for plan in busy]
+    settled = [
+        settled_times(forecast(plan), CostModel.of_plan(plan).chunk_costs(plan.chunks), plan.layout)
+        for plan in busy
+    ]
     return sums.step_time_s(makespans_s, settled)
 
 
@@ -170,8 +175,3 @@ def _unit_params(model: ModelSpec, layout: Layout) -> list[list[int]]:
     params[-1].insert(0, 0 if is_one_weight else model.embedding_params)
     params[0].append(model.embedding_params)
     return params
-
-
-def _costs(plan: Plan) -> ChunkCosts:
-    cost = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage)
-    return cost.chunk_costs(plan.chunks)

@@ -44,8 +44,12 @@ class MemoryModel:
         *,
         zero_stage: int = 3,
         loss_block_tokens: int = 1024,
+        keeps_gathered: bool = False,
     ) -> None:
-        """Raises ConfigError for a ZeRO stage other than 0 and 3, or an empty loss block."""
+        """With `keeps_gathered` all parameters of a stage are there during the step, not those of
+        two layers.
+
+        Raises ConfigError for a ZeRO stage other than 0 and 3, or an empty loss block."""
         if zero_stage not in (0, 3):
             raise ConfigError(
                 f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3"
@@ -75,7 +79,8 @@ class MemoryModel:
         stages = range(layout.pp)
         self.state_bytes = tuple(state_bytes(model, layout, p, zero_stage) for p in stages)
         self.static_bytes = tuple(
-            self.state_bytes[p] + gathered_bytes(model, layout, p, zero_stage) for p in stages
+            self.state_bytes[p] + gathered_bytes(model, layout, p, zero_stage, keeps_gathered)
+            for p in stages
         )
 
     def saved_bytes(self, chunk: Chunk) -> int:

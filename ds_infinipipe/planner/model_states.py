@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ds_infinipipe.planner.specs import Layout, ModelSpec
 
-__all__ = ["gathered_bytes", "reduce_bucket_elements", "state_bytes"]
+__all__ = ["can_keep_gathered", "gathered_bytes", "reduce_bucket_elements", "state_bytes"]
 
 _MOST_BUCKET_ELEMENTS = 50_000_000
 
@@ -44,9 +44,19 @@ def reduce_bucket_elements(model: ModelSpec) -> int:
     return min(_MOST_BUCKET_ELEMENTS, model.layer_params)
 
 
-def gathered_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -> int:
-    """ZeRO-3 at work: the parameters of two layers at a time, gathered from the other ranks."""
-    if zero_stage == 0 or layout.sp == 1:
+def can_keep_gathered(layout: Layout, zero_stage: int) -> bool:
+    """True where parameters are gathered at all: ZeRO-3 over several ranks of a stage."""
+    return zero_stage == 3 and layout.sp > 1
+
+
+def gathered_bytes(
+    model: ModelSpec, layout: Layout, stage: int, zero_stage: int, keeps_gathered: bool = False
+) -> int:
+    """ZeRO-3 at work: parameters gathered from the other ranks, of two layers at a time or of all
+    that a stage keeps until the end of the step.
+    """
+    if not can_keep_gathered(layout, zero_stage):
         return 0
     units = _stage_units(model, layout, stage)
-    return model.dtype_bytes * max((a + b for a, b in pairwise(units)), default=units[0])
+    at_a_time = max((a + b for a, b in pairwise(units)), default=units[0])
+    return model.dtype_bytes * (sum(units) if keeps_gathered else at_a_time)

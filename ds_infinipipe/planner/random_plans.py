@@ -15,6 +15,7 @@ import numpy as np
 
 from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.lower import lower_plan
+from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.order import (
     backward_order,
     count_slices,
@@ -71,6 +72,7 @@ def random_plan(
         solver=SolverStats("random", 0, "feasible", 0.0, 0.0),
         zero_stage=zero_stage,
         loss_block_tokens=loss_block_tokens,
+        keeps_gathered=can_keep_gathered(layout, zero_stage) and rng.random() < 0.5,
     )
     plan = _with_prediction(draft)
     verify_plan(plan)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from ds_infinipipe.errors import DataError
+from ds_infinipipe.errors import DataError, InfeasiblePlanError
 from ds_infinipipe.planner.candidates import Candidate, Chunking
 from ds_infinipipe.planner.capacity import Question
 from ds_infinipipe.planner.chunkings import iterate_chunkings
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.deadline import Deadline
 from ds_infinipipe.planner.forecast import forecast_streams
-from ds_infinipipe.planner.gradient_sum import GradientSums
+from ds_infinipipe.planner.gradient_sum import GradientSums, step_time_s
 from ds_infinipipe.planner.infeasible import check_states, infeasible_plan
 from ds_infinipipe.planner.lean.assemble import assemble_lean
 from ds_infinipipe.planner.lean.search import search_lean
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
+from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.order import pipeline_operations
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
@@ -34,7 +34,7 @@ from ds_infinipipe.planner.verify import verify_plan
 
 __all__ = ["plan_batch"]
 
-_LOGGER = logging.getLogger(__name__)
+_LEAST_GAIN = 1e-3  # of a step: what another search is worth
 
 
 def plan_batch(
@@ -53,45 +53,117 @@ def plan_batch(
     by Eq. 14, recomputation by Algorithm 2. The K with the smallest proxy of Eq. 13 plus steady
     work is executed, as in the paper. The same arguments always give the same plan.
 
+    Where gathers for every chunk take time, lean mode also plans with parameters gathered once a
+    step, and takes what is faster; `settings.gather` decides instead unless it is "auto".
+
     Raises DataError for an empty batch or a length below 1, InfeasiblePlanError where no plan fits
     the memory limit.
     After `settings.deadline_s` nothing more is solved: the best so far is executed or, without one,
     the first that fits greedily; `solver.note` says so.
     Deviation: K is not tried where even without recomputation its proxy could not win.
     """
-    started_s = time.perf_counter()
     settings = settings or PlannerSettings()
     batch = _checked(lengths)
-    limit_bytes = settings.memory_limit_bytes(cluster)
-    cost = CostModel(model, cluster, layout, zero_stage)
-    memory = MemoryModel(
-        model, layout, zero_stage=zero_stage, loss_block_tokens=settings.loss_block_tokens
+    can_keep = can_keep_gathered(layout, zero_stage)
+    planning = _Planning(
+        model, cluster, layout, settings, zero_stage, can_keep and settings.gather == "step"
     )
-    slices = settings.model_copy(update={"mode": "paper"}).slice_limit(layout.pp)
-    # what an error says would fit is what is tried last, in lean mode too
-    last_resort = settings.model_copy(update={"max_slices": slices})
-    question = Question(cost, memory, last_resort)
-    check_states(question, limit_bytes, batch)
-    deadline = Deadline.of(settings, batch, cost)
-    plan: Plan | None = None
-    if settings.mode == "lean":
-        has_replicas = layout.dp > 1
-        sums = GradientSums.of(model, layout, cluster, zero_stage) if has_replicas else None
-        choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline, sums)
-        if choice is not None:
-            plan = assemble_lean(
-                choice, batch, cost, cluster, memory, limit_bytes, settings, zero_stage, started_s
-            )
-        settings = last_resort
-    if plan is None:
-        source = iterate_chunkings(batch, cost, memory, limit_bytes, settings)
+    deadline = Deadline.of(settings, batch, planning.cost)
+    plan = planning.plan(batch, deadline)
+    if can_keep and settings.gather == "auto" and settings.mode == "lean":
+        plan = replace(planning, keeps_gathered=True).improve(plan, batch, deadline)
+    verify_plan(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Planning:
+    """What a batch is planned for."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    layout: Layout
+    settings: PlannerSettings
+    zero_stage: int
+    keeps_gathered: bool
+
+    @property
+    def cost(self) -> CostModel:
+        return CostModel(
+            self.model,
+            self.cluster,
+            self.layout,
+            self.zero_stage,
+            keeps_gathered=self.keeps_gathered,
+        )
+
+    @property
+    def memory(self) -> MemoryModel:
+        return MemoryModel(
+            self.model,
+            self.layout,
+            zero_stage=self.zero_stage,
+            loss_block_tokens=self.settings.loss_block_tokens,
+            keeps_gathered=self.keeps_gathered,
+        )
+
+    def plan(self, batch: tuple[int, ...], deadline: Deadline) -> Plan:
+        """A plan, not verified; raises InfeasiblePlanError where none fits."""
+        started_s = time.perf_counter()
+        settings, cost, memory = self.settings, self.cost, self.memory
+        limit_bytes = settings.memory_limit_bytes(self.cluster)
+        slices = settings.model_copy(update={"mode": "paper"}).slice_limit(self.layout.pp)
+        # what an error says would fit is what is tried last, in lean mode too
+        last_resort = settings.model_copy(update={"max_slices": slices})
+        question = Question(cost, memory, last_resort)
+        check_states(question, limit_bytes, batch)
+        if settings.mode == "lean":
+            choice = search_lean(batch, cost, memory, limit_bytes, settings, deadline, self._sums)
+            if choice is not None:
+                return assemble_lean(
+                    choice,
+                    batch,
+                    cost,
+                    self.cluster,
+                    memory,
+                    limit_bytes,
+                    settings,
+                    self.zero_stage,
+                    started_s,
+                )
         chunkings: list[Chunking] = []
+        source = iterate_chunkings(batch, cost, memory, limit_bytes, last_resort)
         found = _search(source, chunkings, deadline)
         if found is None:
             raise infeasible_plan(question, chunkings, batch)
-        plan = _assemble(found, batch, model, cluster, zero_stage, started_s)
-    verify_plan(plan)
-    return plan
+        return _assemble(found, batch, cost, self.cluster, self.zero_stage, started_s)
+
+    @property
+    def _sums(self) -> GradientSums | None:
+        if self.layout.dp == 1:
+            return None
+        return GradientSums.of(self.model, self.layout, self.cluster, self.zero_stage)
+
+    def improve(self, plan: Plan, batch: tuple[int, ...], deadline: Deadline) -> Plan:
+        """The plan with gathers for every chunk, or one that keeps them where that is faster."""
+        gain_s = self._gain_s(plan)
+        if gain_s <= _LEAST_GAIN * plan.predicted.step_time_s or deadline.is_over:
+            return plan
+        if max(self.memory.static_bytes) >= plan.memory_limit_bytes:
+            return plan
+        try:
+            other = self.plan(batch, deadline)
+        except InfeasiblePlanError:
+            return plan
+        took_s = plan.solver.time_s + other.solver.time_s
+        best = other if step_time_s([other]) < step_time_s([plan]) else plan
+        return replace(best, solver=replace(best.solver, time_s=took_s))
+
+    def _gain_s(self, plan: Plan) -> float:
+        """What the chunks of a plan wait for gathers, on the stage that waits longest."""
+        costs = [cost.chunk_costs(plan.chunks) for cost in (CostModel.of_plan(plan), self.cost)]
+        work_s = [(c.forward_s + c.backward_s).sum(axis=1) for c in costs]
+        return float((work_s[0] - work_s[1]).max())
 
 
 @dataclass(frozen=True)
@@ -202,7 +274,7 @@ def _first_that_fits(chunkings: Sequence[Chunking]) -> Candidate | None:
 def _assemble(
     found: _Found,
     lengths: tuple[int, ...],
-    model: ModelSpec,
+    cost: CostModel,
     cluster: ClusterSpec,
     zero_stage: int,
     started_s: float,
@@ -215,7 +287,7 @@ def _assemble(
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
     predicted = _predict(candidate, streams)
     return Plan(
-        model=model,
+        model=chunking.memory.model,
         cluster=cluster,
         layout=layout,
         lengths=lengths,
@@ -228,6 +300,7 @@ def _assemble(
         solver=_solver_stats(found, time.perf_counter() - started_s),
         zero_stage=zero_stage,
         loss_block_tokens=settings.loss_block_tokens,
+        keeps_gathered=cost.keeps_gathered,
     )
 
 

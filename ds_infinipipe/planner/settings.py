@@ -69,6 +69,10 @@ class PlannerSettings(BaseModel):
     loss_block_tokens: int = Field(default=1024, ge=1, lt=2**31)
     """Tokens whose logits exist at a time on the last stage."""
 
+    gather: Literal["auto", "chunk", "step"] = "auto"
+    """ZeRO-3: gather a layer's parameters for every chunk, or once a step, and keep them until its
+    end. "auto" takes what is faster within the memory; in paper mode `chunk`."""
+
     token_limit: _PositiveInt | Literal["auto"] = "auto"
     """Most tokens packed into a chunk, T_m of Algorithm 1; "auto" derives it from the models."""
 

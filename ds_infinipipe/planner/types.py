@@ -32,7 +32,7 @@ __all__ = [
     "Timeline",
 ]
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 class ChunkKind(str, Enum):
@@ -251,7 +251,8 @@ class SolverStats:
 class Plan:
     """Everything the executor needs for one optimizer step, the same on every rank.
 
-    `zero_stage` and `loss_block_tokens` are what `predicted.peak_bytes` was counted for.
+    `zero_stage` and `loss_block_tokens` are what `predicted.peak_bytes` was counted for. With
+    `keeps_gathered` a stage gathers each layer's parameters once and releases them at STEP.
     """
 
     model: ModelSpec
@@ -267,6 +268,7 @@ class Plan:
     solver: SolverStats
     zero_stage: int = 3
     loss_block_tokens: int = 1024
+    keeps_gathered: bool = False
     version: int = PLAN_VERSION
 
     @property
@@ -298,6 +300,7 @@ class Plan:
             "memory_limit_bytes": self.memory_limit_bytes,
             "zero_stage": self.zero_stage,
             "loss_block_tokens": self.loss_block_tokens,
+            "keeps_gathered": self.keeps_gathered,
             "chunks": [_chunk_to_json(c) for c in self.chunks],
             "pipelines": [asdict(p) for p in self.pipelines],
             "streams": [[str(i) for i in stream] for stream in self.streams],
@@ -330,7 +333,9 @@ class Plan:
             raise ValueError(f"version {data['version']}")
         lengths = tuple(data["lengths"])
         layout = {**data["layout"], "stage_layers": _ints(data["layout"]["stage_layers"])}
-        predicted = data["predicted"]
+        predicted, solver = data["predicted"], data["solver"]
+        # the digest leaves it out
+        solver["time_s"] = float(solver["time_s"])
         return cls(
             model=ModelSpec(**data["model"]),
             cluster=ClusterSpec(**data["cluster"]),
@@ -344,9 +349,10 @@ class Plan:
             predicted=Prediction(
                 predicted["step_time_s"], predicted["bubble_ratio"], _ints(predicted["peak_bytes"])
             ),
-            solver=SolverStats(**data["solver"]),
+            solver=SolverStats(**solver),
             zero_stage=data["zero_stage"],
             loss_block_tokens=data["loss_block_tokens"],
+            keeps_gathered=data["keeps_gathered"],
         )
 
 

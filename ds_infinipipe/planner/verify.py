@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import lcm
 
 from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.types import PLAN_VERSION, Chunk, PipelinePlan, Plan, Slice
 from ds_infinipipe.planner.verify_memory import check_memory, peak_bytes_by_stage
 from ds_infinipipe.planner.verify_streams import check_streams
@@ -58,6 +59,11 @@ def _check_frame(plan: Plan, digest: str | None) -> None:
         raise ScheduleError(
             f"layout: sp {layout.sp}, dp {layout.dp} and alignment {plan.alignment} must all be "
             "at least 1"
+        )
+    if plan.keeps_gathered and not can_keep_gathered(layout, plan.zero_stage):
+        raise ScheduleError(
+            f"the plan keeps parameters gathered, but with ZeRO stage {plan.zero_stage} and sp "
+            f"{layout.sp} none are gathered"
         )
     if len(plan.predicted.peak_bytes) != layout.pp:
         raise ScheduleError(

@@ -140,6 +140,7 @@ def _memory_model(plan: Plan) -> MemoryModel:
             plan.layout,
             zero_stage=plan.zero_stage,
             loss_block_tokens=plan.loss_block_tokens,
+            keeps_gathered=plan.keeps_gathered,
         )
     except ConfigError as error:
         raise ScheduleError(f"the plan's memory cannot be counted: {error}") from error

@@ -141,6 +141,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.plan, self.batch = plan, batch
         self._step = StepState(self, plan, batch)
         self._whole_batch = batch if whole is None else whole
+        self.sharding.keeps_gathered = plan.keeps_gathered
         self.executor.begin_step(1.0 / self._whole_batch.label_weight, plan.loss_block_tokens)
         started = time.perf_counter()
         loss: torch.Tensor = super().train_batch()
@@ -165,11 +166,13 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
     def execute_evaluation(self, step: StepState) -> None:
         """Run the forward-only streams of `step`."""
         self._step = step
+        self.sharding.keeps_gathered = step.plan.keeps_gathered
         self.module.eval()
         forward = schedule.EvaluateChunk
         self._exec_schedule(schedule.PlanSchedule(step.plan, self.stage_id, forward))
         self.channels.drain()
         step.check_complete()
+        self.sharding.release_all()
         self.module.train()
         self._step = None
 

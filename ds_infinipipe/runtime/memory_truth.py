@@ -140,6 +140,7 @@ def _compare_step(
         plan.layout,
         zero_stage=plan.zero_stage,
         loss_block_tokens=plan.loss_block_tokens,
+        keeps_gathered=plan.keeps_gathered,
     )
     states = model.state_bytes[stage]
     counts = [count for p in plan.pipelines for count in p.recompute[stage]]

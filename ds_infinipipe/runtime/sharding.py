@@ -45,6 +45,8 @@ class Sharding(Protocol):
     the shard group, and in fp16 it is the loss scale."""
     counts: dict[str, int]
     """Collectives started since the engine was built, by kind."""
+    keeps_gathered: bool
+    """Whether `release` waits for `release_all`: one gather of a layer a step."""
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -56,7 +58,10 @@ class Sharding(Protocol):
         """Make a layer's parameters usable, waiting for a prefetch if there was one."""
 
     def release(self, layer: int) -> None:
-        """Drop the gathered parameters of a layer."""
+        """Drop the gathered parameters of a layer, unless they are to be kept."""
+
+    def release_all(self) -> None:
+        """Drop the gathered parameters of the stage."""
 
     def reduce(self, layer: int) -> None:
         """Take the layer's fresh gradients out of `.grad` for reduction."""
@@ -99,6 +104,7 @@ class Zero3Sharding:
         self._loss_scaler = loss_scaler
         self.loss_multiplier = self._shard_size
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
+        self.keeps_gathered = False
         self._is_hosted = bool(optimizer.offload_optimizer)
         self._replica_pg = replica_pg
         sums_early = replica_pg is not None and not self._is_hosted
@@ -143,6 +149,14 @@ class Zero3Sharding:
             handle.wait()
 
     def release(self, layer: int) -> None:
+        if not self.keeps_gathered:
+            self._partition(layer)
+
+    def release_all(self) -> None:
+        for layer in range(len(self._layers)):
+            self._partition(layer)
+
+    def _partition(self, layer: int) -> None:
         for parameter in self._layers[layer]:
             if not parameter.ds_persist and parameter.ds_status == ZeroParamStatus.AVAILABLE:
                 parameter.partition()
@@ -167,6 +181,7 @@ class Zero3Sharding:
             self._sum.start(layer)
 
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:
+        self.release_all()
         # also where a replica had nothing to do, as it fills averaged_gradients
         self._optimizer.independent_gradient_partition_epilogue()
         if self._sum is not None:
@@ -209,6 +224,7 @@ class ReplicatedSharding:
         self._loss_scaler = loss_scaler
         self.loss_multiplier = 1.0
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
+        self.keeps_gathered = False
         for parameter in self._parameters():
             parameter.grad = None
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -227,6 +243,9 @@ class ReplicatedSharding:
         """Parameters are always here."""
 
     def release(self, layer: int) -> None:
+        """Parameters stay."""
+
+    def release_all(self) -> None:
         """Parameters stay."""
 
     def reduce(self, layer: int) -> None:

@@ -125,9 +125,7 @@ def _recompute_shares(
     plan: Plan, counts: Mapping[tuple[int, int], int]
 ) -> Mapping[Op, NDArray[np.float64]]:
     """[stage, chunk]: recompute time over all time of the B, and of the I."""
-    costs = CostModel(plan.model, plan.cluster, plan.layout, plan.zero_stage).chunk_costs(
-        plan.chunks
-    )
+    costs = CostModel.of_plan(plan).chunk_costs(plan.chunks)
     layers = np.zeros((plan.layout.pp, len(plan.chunks)))
     for (stage, chunk), count in counts.items():
         layers[stage, chunk] = count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
+from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.specs import ModelSpec
 from ds_infinipipe.planner.types import ChunkKind, Op, Plan
 
@@ -23,6 +24,7 @@ def plan_summary(plan: Plan) -> str:
             *_pipeline_lines(plan),
             *_idle_line(plan),
             f"memory     {kernels_note(plan.model)}",
+            *_gather_line(plan),
             "",
             *_stage_table(plan),
             "",
@@ -40,6 +42,13 @@ def kernels_note(model: ModelSpec) -> str:
             "with the activations of fused kernels; training here keeps more, those of plain layers"
         )
     return "with the activations of plain Hugging Face layers, what training here keeps"
+
+
+def _gather_line(plan: Plan) -> list[str]:
+    if not can_keep_gathered(plan.layout, plan.zero_stage):
+        return []
+    when = "once a step, and kept" if plan.keeps_gathered else "for every chunk"
+    return [f"gathers    parameters {when}"]
 
 
 def _idle_line(plan: Plan) -> list[str]:

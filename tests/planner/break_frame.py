@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 from mutations import mutation
 
+from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.planner.verify import peak_bytes_by_stage
 
 
 @mutation("the limit is")
@@ -32,6 +34,14 @@ def a_predicted_peak_is_missing(plan: Plan, rng: random.Random) -> Plan | None:
 @mutation("the limit is|predicts a peak of")
 def the_plan_was_made_for_another_zero_stage(plan: Plan, rng: random.Random) -> Plan | None:
     return replace(plan, zero_stage=0)
+
+
+@mutation("the limit is|predicts a peak of|none are gathered")
+def parameters_are_kept_gathered_or_not(plan: Plan, rng: random.Random) -> Plan | None:
+    other = replace(plan, keeps_gathered=not plan.keeps_gathered)
+    needs_as_much = peak_bytes_by_stage(other) == plan.predicted.peak_bytes
+    is_allowed = can_keep_gathered(plan.layout, plan.zero_stage)
+    return None if needs_as_much and is_allowed else other
 
 
 @mutation("memory cannot be counted")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.costs import CostModel
+from ds_infinipipe.planner.costs import CostModel, chunk_sizes
 from ds_infinipipe.planner.specs import (
     BUILTIN_CLUSTERS,
     BUILTIN_MODELS,
@@ -228,3 +228,22 @@ def test_many_times_at_once_equal_one_at_a_time() -> None:
 def test_other_zero_stages_are_refused(zero_stage: int) -> None:
     with pytest.raises(ConfigError, match=f"ZeRO stage {zero_stage}"):
         CostModel(MODEL, CLUSTER, LAYOUT, zero_stage)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.6, 1.0])
+def test_parameters_kept_gathered_are_waited_for_once_a_step(overlap: float) -> None:
+    cluster = replace(CLUSTER, zero_overlap=overlap)
+    layout = make_layout(MODEL, 2, 2)
+    often = CostModel(MODEL, cluster, layout)
+    once = CostModel(MODEL, cluster, layout, keeps_gathered=True)
+    chunks = [Chunk((Slice(i, 0, 2, True),)) for i in range(5)]
+    gather_s, layers = often.coefficients.gather_s, layout.stage_layers[0]
+    assert gather_s > 0.0
+    dear, cheap = often.chunk_costs(chunks), once.chunk_costs(chunks)
+    waits_s = (dear.forward_s - cheap.forward_s)[0]
+    compute_s = float(often._forward_compute(*chunk_sizes(chunks))[0])
+    wait_s = layers * (gather_s - overlap * min(compute_s, gather_s))
+    assert waits_s == pytest.approx([wait_s * 4 / 5] * 5)
+    assert (cheap.backward_s <= dear.backward_s).all()
+    if overlap == 0.0:
+        assert (dear.backward_s - cheap.backward_s)[0] == pytest.approx([layers * gather_s] * 5)

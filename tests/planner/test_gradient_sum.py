@@ -123,6 +123,13 @@ def test_a_weight_tied_inside_a_stage_is_summed_with_the_embedding() -> None:
     assert two[1][0] == two[0][-1] > 0.0
 
 
+def test_nothing_hides_where_gradients_are_in_host_memory() -> None:
+    layout = make_layout(MODEL, 1, 8, 2)
+    hosted = replace(MODEL, offloads_optimizer=True)
+    sums = GradientSums.of(hosted, layout, CLUSTER)
+    assert sums.least_s(0) == pytest.approx(float(sums.units_s[0].sum()))
+
+
 def test_only_the_last_unit_is_left_after_a_long_last_backward() -> None:
     layout = make_layout(MODEL, 1, 8, 2)
     plans = plans_of([40_000] * 4, layout)

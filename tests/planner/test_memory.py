@@ -483,6 +483,16 @@ def test_other_zero_stages_are_refused(zero_stage: int) -> None:
         memory_of(zero_stage=zero_stage)
 
 
+def test_parameters_kept_gathered_add_all_but_two_layers_where_any_are_gathered() -> None:
+    kept = MemoryModel(MODEL, LAYOUT, keeps_gathered=True)
+    # embedding 256 and three layers of 640 elements; the other stage has only a layer and the head
+    added = [a - b for a, b in zip(kept.static_bytes, memory_of().static_bytes, strict=True)]
+    assert added == [2 * (256 + 3 * 640 - 2 * 640), 0]
+    for layout, zero_stage in ((make_layout(MODEL, 2, 1), 3), (LAYOUT, 0)):
+        kept = MemoryModel(MODEL, layout, zero_stage=zero_stage, keeps_gathered=True)
+        assert kept.static_bytes == memory_of(layout=layout, zero_stage=zero_stage).static_bytes
+
+
 def test_an_empty_loss_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss_block_tokens is 0"):
         memory_of(block=0)

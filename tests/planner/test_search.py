@@ -294,3 +294,39 @@ def test_every_batch_is_planned_and_verified_or_declared_infeasible(
     verify_plan(plan)
     assert sum(chunk.tokens for chunk in plan.chunks) == sum(lengths)
     assert max(peak_bytes_by_stage(plan)) <= plan.memory_limit_bytes
+
+
+def test_parameters_are_kept_gathered_where_that_is_faster_and_fits() -> None:
+    model = replace(BUILTIN_MODELS["llama-7b"], num_layers=8)
+    slow = replace(BUILTIN_CLUSTERS["a800-80g-4x8"], gather_bandwidth=10e9)
+    setup = {"model": model, "layout": make_layout(model, 2, 4), "cluster": slow}
+    lengths = [3000, 2500, 900, 800] * 4
+
+    def planned(gather: str, limit_gib: float = 60.0) -> Plan:
+        settings = PlannerSettings.model_validate(
+            {"gather": gather, "memory_limit_gib": limit_gib, "token_limit": 4000}
+        )
+        return plan_batch(lengths, settings=settings, **setup)
+
+    chunk, step, auto = (planned(gather) for gather in ("chunk", "step", "auto"))
+    assert (chunk.keeps_gathered, step.keeps_gathered, auto.keeps_gathered) == (False, True, True)
+    assert auto.predicted == step.predicted
+    assert step.predicted.step_time_s < 0.9 * chunk.predicted.step_time_s
+    need = max(chunk.predicted.peak_bytes)
+    assert max(step.predicted.peak_bytes) > need
+    tight = planned("auto", need / 2**30)
+    assert not tight.keeps_gathered and tight.digest() == planned("chunk", need / 2**30).digest()
+
+
+@pytest.mark.parametrize(("sp", "zero_stage"), [(1, 3), (4, 0)])
+def test_nothing_is_kept_where_nothing_is_gathered(sp: int, zero_stage: int) -> None:
+    model = replace(BUILTIN_MODELS["llama-7b"], num_layers=4)
+    plan = plan_batch(
+        [500, 300],
+        model=model,
+        cluster=BUILTIN_CLUSTERS["a800-80g-4x8"],
+        layout=make_layout(model, 2, sp),
+        settings=PlannerSettings(gather="step"),
+        zero_stage=zero_stage,
+    )
+    assert not plan.keeps_gathered

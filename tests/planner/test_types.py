@@ -54,6 +54,7 @@ def test_the_digest_ignores_only_the_solving_time() -> None:
         replace(plan, solver=replace(plan.solver, status="feasible")),
         replace(plan, zero_stage=0),
         replace(plan, loss_block_tokens=7),
+        replace(plan, keeps_gathered=not plan.keeps_gathered),
         replace(plan, memory_limit_bytes=plan.memory_limit_bytes + 1),
         replace(plan, alignment=2),
         replace(plan, streams=plan.streams[:-1]),
@@ -98,7 +99,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_file_that_is_no_plan_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     data = json.loads(rich_plan().to_json())
     damage(data)
-    with pytest.raises(ScheduleError, match="not a plan file of version 2"):
+    with pytest.raises(ScheduleError, match="not a plan file of version 3"):
         Plan.from_json(json.dumps(data))
 
 

@@ -33,6 +33,7 @@ def test_the_summary_of_a_plan_is_this_text() -> None:
         "        1  3 chunks, 20 tokens, at most 2 slices a sequence",
         "memory     with the activations of fused kernels; training here keeps more, "
         "those of plain layers",
+        "gathers    parameters for every chunk",
         "",
         "stage  layers   peak GiB  limit GiB   used  recomputed layers (of all forwards')",
         "    0       4       9.00      10.00    90%  11 of 28 (39.3%)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.evaluate import run_evaluation
 from ds_infinipipe.runtime.gradient_sum import GradientSum, join_neighbours, owned_parameters
 from ds_infinipipe.runtime.selftest import Case
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _expected_gathers(plan: Plan, stage: int) -> int:
-    """Visits of layers whose parameters are not already there from the visit before."""
+    """Visits of layers whose parameters are not already there, from the visit before or at all."""
     last = stage == plan.layout.pp - 1
     decoders = list(range(plan.layout.stage_layers[stage] + (stage == 0)))
     forward = [*decoders, *([len(decoders)] if last else [])]
@@ -31,6 +33,8 @@ def _expected_gathers(plan: Plan, stage: int) -> int:
             visits += forward
         elif instruction.op is Op.BACKWARD:
             visits += reversed(decoders)
+    if plan.keeps_gathered:
+        return len(set(visits))
     return sum(a != b for a, b in zip([-1, *visits[:-1]], visits, strict=True))
 
 
@@ -41,7 +45,7 @@ def _count(rank: int, case: Case) -> list[tuple[int, int]]:
     found = []
     for step in range(case.steps):
         batch = selftest.random_batch(case, step)
-        plan = selftest.draw_plan(engine, case, batch, step)
+        plan = replace(selftest.draw_plan(engine, case, batch, step), keeps_gathered=step % 2 > 0)
         before = engine.sharding.counts["gather"]
         engine.train_plan(plan, batch)
         executed = engine.sharding.counts["gather"] - before
@@ -50,6 +54,44 @@ def _count(rank: int, case: Case) -> list[tuple[int, int]]:
         assert all(p.ds_persist for p in gathered), "parameters stayed gathered after the step"
     engine.close()
     return found
+
+
+def _with_both_policies(rank: int, case: Case) -> list[list[torch.Tensor]]:
+    """Gradients, and losses of an evaluation with its gathers, of one step run both ways."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+    engine = selftest.build_engine(case)
+    batch = selftest.random_batch(case, 0)
+    drawn = selftest.draw_plan(engine, case, batch, 0)
+    found: list[list[torch.Tensor]] = []
+    for keeps in (False, True, False):
+        plan = replace(drawn, keeps_gathered=keeps)
+        kept: list[torch.Tensor] = []
+        engine.before_step_hooks[:] = [
+            lambda e, kept=kept: kept.extend(  # type: ignore[misc]
+                e.sharding.full_gradient(p).clone() for p in e.module.parameters()
+            )
+        ]
+        engine.train_plan(plan, batch)
+        before = engine.sharding.counts["gather"]
+        members = range(len(batch.ids))
+        report = run_evaluation(engine, plan, batch, batch, members)
+        gathers = engine.sharding.counts["gather"] - before
+        layers = len(engine.module.forward_funcs)
+        assert gathers == (layers if keeps else layers * len(plan.chunks))
+        assert all(
+            p.ds_persist or p.ds_status.name == "NOT_AVAILABLE" for p in engine.module.parameters()
+        )
+        found.append([*kept, torch.tensor(report.sequence_losses)])
+    engine.close()
+    return found
+
+
+def test_parameters_kept_gathered_give_the_same_gradients_to_the_last_bit() -> None:
+    case = Case("llama", 2, 2, learning_rate=0.0, seed=3)
+    for whole, kept, again in run_ranks(_with_both_policies, 4, case, timeout=90.0):
+        assert all(torch.equal(a, b) for a, b in zip(whole, kept, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
 @pytest.mark.parametrize(("pp", "sp"), [(2, 2), (1, 2)])

@@ -63,4 +63,5 @@ def assemble_lean(
         ),
         zero_stage=zero_stage,
         loss_block_tokens=settings.loss_block_tokens,
+        keeps_gathered=cost.keeps_gathered,
     )
