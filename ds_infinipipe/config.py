@@ -71,6 +71,10 @@ class ModelSettings(_Section):
     """Whose RMSNorm, rotary embedding and SwiGLU run: Liger's fused ones, which keep fewer
     activations, or transformers' in torch. "auto" (default): Liger's on CUDA if installed."""
 
+    fp8: Literal["off", "tensor", "row"] = "off"
+    """FP8 products in the decoder layers' projections, with one scale for a `tensor` or for each
+    `row`; needs bf16 training. Default "off"."""
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
         given = [n for n in ("path", "config", "config_path") if getattr(self, n) is not None]

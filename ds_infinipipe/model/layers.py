@@ -14,6 +14,7 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
 from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum, linear_cross_entropy_tokens
+from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear
 
 __all__ = [
     "EMBEDDING_NAME",
@@ -57,15 +58,20 @@ class EmbeddingLayer(StageLayer):
 class DecoderLayer(StageLayer):
     """One of the model's own decoder layers, [1, T, E] to [1, T, E].
 
-    `layer_index` counts over the whole model; it names the weights and the arena's buffers.
+    `layer_index` counts over the whole model; it names the weights and the arena's buffers. `fp8`
+    is a recipe for the projections, one of `ops.fp8.RECIPES`, or "off".
     """
 
-    def __init__(self, hf_config: PreTrainedConfig, layer_index: int) -> None:
+    def __init__(self, hf_config: PreTrainedConfig, layer_index: int, fp8: str = "off") -> None:
         super().__init__()
         if hf_config._attn_implementation != ATTENTION_NAME:
             raise ConfigError("the config of a DecoderLayer comes from load_hf_config")
         self.layer_index = layer_index
         self.block = hf_class(hf_config, "DecoderLayer")(hf_config, layer_index)
+        if fp8 != "off":
+            for module in self.block.modules():
+                if type(module) is nn.Linear:
+                    Fp8Linear.adopt(module, RECIPES[fp8])
 
     def forward(self, x: Tensor, context: ChunkContext) -> Tensor:
         hidden: Tensor = self.block(

@@ -7,6 +7,7 @@ import torch
 from ds_infinipipe.model.hf import sliding_window
 from ds_infinipipe.ops.attention import check_alignment, resolve_attention
 from ds_infinipipe.ops.cross_entropy import resolve_cross_entropy
+from ds_infinipipe.ops.fp8 import check_fp8
 from ds_infinipipe.runtime.module import InfiniPipeModule
 
 __all__ = ["choose_kernels"]
@@ -19,4 +20,9 @@ def choose_kernels(model: InfiniPipeModule, device: torch.device) -> str:
     windowed = sliding_window(model.hf_config) is not None
     check_alignment(device, model.dtype, attention, windowed=windowed)
     resolve_cross_entropy(wanted.cross_entropy, device, model.dtype)
+    if model.settings.model.fp8 != "off":
+        spec = model.spec
+        widths = {"hidden_size": spec.hidden_size, "intermediate_size": spec.ffn_size}
+        widths |= {"width of all heads": spec.query_size, "width of key heads": spec.kv_size}
+        check_fp8(model.settings.model.fp8, device, model.dtype, widths)
     return attention

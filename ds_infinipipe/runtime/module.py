@@ -84,7 +84,10 @@ class InfiniPipeModule(PipelineModule):
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
         specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
-        specs += [LayerSpec(DecoderLayer, self.hf_config, i) for i in range(self.spec.num_layers)]
+        specs += [
+            LayerSpec(DecoderLayer, self.hf_config, index, self.settings.model.fp8)
+            for index in range(self.spec.num_layers)
+        ]
         specs.append(LayerSpec(HeadLayer, self.hf_config, self.settings.runtime.cross_entropy))
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         # the base class prints its partition

@@ -68,6 +68,8 @@ class Case:
     loss_block_tokens: int = 7
     learning_rate: float = 1e-3
     clip: float = 0.3
+    sliding_window: int | None = None
+    fp8: str = "off"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,7 +111,7 @@ def make_config(case: Case) -> dict[str, Any]:
         "initializer_range": 0.1,
     }
     if case.model_type == "mistral":
-        hf_config["sliding_window"] = None
+        hf_config["sliding_window"] = case.sliding_window
     return {
         "train_batch_size": case.num_sequences,
         "optimizer": {
@@ -127,7 +129,7 @@ def make_config(case: Case) -> dict[str, Any]:
             "offload_optimizer": {"device": "cpu" if case.offload else "none"},
         },
         "infinipipe": {
-            "model": {"config": hf_config, "seed": case.seed},
+            "model": {"config": hf_config, "seed": case.seed, "fp8": case.fp8},
             "parallel": {"pp": case.pp, "sp": case.sp, "dp": case.dp},
             "planner": {
                 "alignment": case.alignment,

@@ -103,6 +103,14 @@ def test_head_counts_that_sp_does_not_divide_are_exact(heads: int, kv_heads: int
     assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
 
 
+def test_sliding_windows_are_exact() -> None:
+    window = {"model_type": "mistral", "sliding_window": 7, "steps": 2}
+    cases = [Case(pp=2, sp=2, zero_stage=0, float64=True, **window), Case(pp=2, sp=2, **window)]
+    limits = (FLOAT64_LIMIT, FLOAT32_LIMIT)
+    for limit, differences in zip(limits, _all_differences(cases), strict=True):
+        assert max(max(d.loss_error, d.gradient_error) for d in differences) <= limit
+
+
 def test_aligned_slices_are_exact() -> None:
     cases = [Case("qwen3", 2, 2, zero_stage=0, float64=True, alignment=a, seed=a) for a in (3, 8)]
     for differences in _all_differences(cases):

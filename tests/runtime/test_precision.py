@@ -7,8 +7,10 @@ import logging
 import warnings
 
 import pytest
+import torch
 from ranks import run_ranks
 
+from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear
 from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.selftest import Case, Reference
@@ -24,6 +26,10 @@ def _errors(rank: int, case: Case) -> list[tuple[float, float, float, float]]:
     engine = selftest.build_engine(case)
     exact, plain = Reference(engine, case), Reference(engine, case)
     plain.model.to(case.dtype)
+    if case.fp8 != "off":
+        for module in plain.model.model.layers.modules():
+            if type(module) is torch.nn.Linear:
+                Fp8Linear.adopt(module, RECIPES[case.fp8])
     found = []
     for step in range(case.steps):
         batch = selftest.random_batch(case, step)
@@ -67,6 +73,14 @@ def test_bf16_gradients_are_as_good_as_those_of_plain_bf16(case: Case) -> None:
             assert mine <= 1.75 * theirs, (mine, theirs)
             assert mine < 0.1
             assert loss_error < 5e-3
+
+
+def test_fp8_gradients_are_as_good_as_those_of_plain_layers_in_fp8() -> None:
+    case = Case("llama", 2, 2, bf16=True, fp8="row", steps=2, seed=2)
+    for steps in run_ranks(_errors, case.pp * case.sp, case, timeout=120.0):
+        for mine, theirs, loss_error, _ in steps:
+            assert 0.05 < mine <= 1.5 * theirs, (mine, theirs)  # above bf16's own: FP8 is at work
+            assert loss_error < 5e-2
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ def _start(rank: int, kind: str) -> str:
         config["infinipipe"]["planner"]["max_slices"] = 1
     elif kind == "unknown optimizer option":
         config["optimizer"]["params"]["momentums"] = 3
+    elif kind == "fp8 in float32":
+        config["infinipipe"]["model"]["fp8"] = "row"
+    elif kind == "triton on a cpu":
+        config["infinipipe"]["runtime"]["cross_entropy"] = "triton"
+    elif kind == "liger on a cpu":
+        config["infinipipe"]["model"]["kernels"] = "liger"
     try:
         model = InfiniPipeModule(config)
         engine = initialize(model=model, config=config, training_data=documents)[0]
@@ -65,6 +71,9 @@ def _start(rank: int, kind: str) -> str:
         ("beyond positions", "sequence 2 has 241 tokens, but the model has positions for 240"),
         ("beyond memory", "3 "),
         ("unknown optimizer option", "momentums"),
+        ("fp8 in float32", "infinipipe.model.fp8 needs bf16 training"),
+        ("triton on a cpu", "cross-entropy backend 'triton' cannot run on cpu"),
+        ("liger on a cpu", "infinipipe.model.kernels is liger, but"),
         ("nothing wrong", "started"),
     ],
 )
