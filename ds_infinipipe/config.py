@@ -75,6 +75,16 @@ class ModelSettings(_Section):
     """FP8 products in the decoder layers' projections, with one scale for a `tensor` or for each
     `row`; needs bf16 training. Default "off"."""
 
+    compile: bool = False
+    """Run decoder layers through torch.compile, for chunks of any length; the first steps take
+    minutes. Default false."""
+
+    @model_validator(mode="after")
+    def _one_kernel(self) -> ModelSettings:
+        if self.compile and self.kernels == "liger":
+            raise ValueError("compile and kernels liger exclude each other; keep one")
+        return self
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
         given = [n for n in ("path", "config", "config_path") if getattr(self, n) is not None]

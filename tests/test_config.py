@@ -325,3 +325,9 @@ def test_a_run_without_a_model_says_how_to_name_one(tmp_path: Path) -> None:
         ModelSettings().load_spec()
     with pytest.raises(ConfigError, match="does not exist"):
         ModelSettings(path=str(tmp_path)).load_spec()
+
+
+def test_compiled_layers_and_ligers_kernels_exclude_each_other() -> None:
+    assert InfiniPipeConfig.from_section({"model": {"compile": True}}).model.compile
+    with pytest.raises(ConfigError, match="compile and kernels liger exclude each other"):
+        InfiniPipeConfig.from_section({"model": {"compile": True, "kernels": "liger"}})

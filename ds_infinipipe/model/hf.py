@@ -23,6 +23,7 @@ from ds_infinipipe.planner.specs import model_from_hf
 __all__ = [
     "ATTENTION_NAME",
     "hf_class",
+    "keep_attention_outside_graphs",
     "load_hf_config",
     "make_rotary",
     "max_positions",
@@ -179,3 +180,9 @@ def _infinipipe_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _infinipipe_attention)
+
+
+def keep_attention_outside_graphs() -> None:
+    """Let torch.compile end a graph before our attention and begin another one behind it."""
+    outside = torch.compiler.disable(_infinipipe_attention)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, outside)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.compiling import compile_block
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
 from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum, linear_cross_entropy_tokens
@@ -59,10 +60,18 @@ class DecoderLayer(StageLayer):
     """One of the model's own decoder layers, [1, T, E] to [1, T, E].
 
     `layer_index` counts over the whole model; it names the weights and the arena's buffers. `fp8`
-    is a recipe for the projections, one of `ops.fp8.RECIPES`, or "off".
+    is a recipe for the projections, one of `ops.fp8.RECIPES`, or "off"; `compiled` runs the layer
+    through torch.compile.
     """
 
-    def __init__(self, hf_config: PreTrainedConfig, layer_index: int, fp8: str = "off") -> None:
+    def __init__(
+        self,
+        hf_config: PreTrainedConfig,
+        layer_index: int,
+        *,
+        fp8: str = "off",
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
         if hf_config._attn_implementation != ATTENTION_NAME:
             raise ConfigError("the config of a DecoderLayer comes from load_hf_config")
@@ -72,6 +81,8 @@ class DecoderLayer(StageLayer):
             for module in self.block.modules():
                 if type(module) is nn.Linear:
                     Fp8Linear.adopt(module, RECIPES[fp8])
+        if compiled:
+            compile_block(self.block)
 
     def forward(self, x: Tensor, context: ChunkContext) -> Tensor:
         hidden: Tensor = self.block(

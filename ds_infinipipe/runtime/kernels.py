@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ds_infinipipe.model.compiling import check_compiling
 from ds_infinipipe.model.hf import sliding_window
 from ds_infinipipe.ops.attention import check_alignment, resolve_attention
 from ds_infinipipe.ops.cross_entropy import resolve_cross_entropy
@@ -25,4 +26,6 @@ def choose_kernels(model: InfiniPipeModule, device: torch.device) -> str:
         widths = {"hidden_size": spec.hidden_size, "intermediate_size": spec.ffn_size}
         widths |= {"width of all heads": spec.query_size, "width of key heads": spec.kv_size}
         check_fp8(model.settings.model.fp8, device, model.dtype, widths)
+    if model.settings.model.compile:
+        check_compiling(device)
     return attention

@@ -84,9 +84,10 @@ class InfiniPipeModule(PipelineModule):
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
         specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
+        model = self.settings.model
         specs += [
-            LayerSpec(DecoderLayer, self.hf_config, index, self.settings.model.fp8)
-            for index in range(self.spec.num_layers)
+            LayerSpec(DecoderLayer, self.hf_config, i, fp8=model.fp8, compiled=model.compile)
+            for i in range(self.spec.num_layers)
         ]
         specs.append(LayerSpec(HeadLayer, self.hf_config, self.settings.runtime.cross_entropy))
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
@@ -97,7 +98,10 @@ class InfiniPipeModule(PipelineModule):
         self._fill_parameters()
 
     def _choose_kernels(self) -> str:
-        wanted, device_type = self.settings.model.kernels, get_accelerator().device_name()
+        model = self.settings.model
+        # a compiled layer has its own fused norm, rotary embedding and SwiGLU
+        wanted = "torch" if model.compile else model.kernels
+        device_type = get_accelerator().device_name()
         kernels = resolve_kernels(wanted, self.hf_config, device_type, self.dtype)
         use_kernels(self.hf_config, kernels)
         return kernels

@@ -70,6 +70,7 @@ class Case:
     clip: float = 0.3
     sliding_window: int | None = None
     fp8: str = "off"
+    compiled: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +130,12 @@ def make_config(case: Case) -> dict[str, Any]:
             "offload_optimizer": {"device": "cpu" if case.offload else "none"},
         },
         "infinipipe": {
-            "model": {"config": hf_config, "seed": case.seed, "fp8": case.fp8},
+            "model": {
+                "config": hf_config,
+                "seed": case.seed,
+                "fp8": case.fp8,
+                "compile": case.compiled,
+            },
             "parallel": {"pp": case.pp, "sp": case.sp, "dp": case.dp},
             "planner": {
                 "alignment": case.alignment,

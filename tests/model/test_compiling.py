@@ -1,0 +1,127 @@
+"""Decoder layers through torch.compile: equal results, and few graphs for many lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hf_reference import exact_norms, tiny_config
+from torch import Tensor
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model import compiling
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.hf import load_hf_config, make_rotary
+from ds_infinipipe.model.layers import DecoderLayer
+from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.types import Chunk, Slice
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with exact_norms():
+        yield
+    torch._dynamo.reset()
+
+
+def _num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _context(values: dict, chunk: Chunk) -> ChunkContext:
+    arena = SequenceArena(chunk.slices[0].end) if chunk.keeps_kv else None
+    for layer in range(NUM_LAYERS if arena is not None else 0):
+        earlier = torch.ones(chunk.context_len, 2, 8, dtype=torch.float64)
+        arena.write(earlier, earlier, layer, 0)
+    rotary = make_rotary(load_hf_config(values), "cpu")
+    return ChunkContext.from_chunk(
+        chunk, arena, None, rotary=rotary, device="cpu", dtype=torch.float64
+    )
+
+
+def _layers(values: dict) -> list[DecoderLayer]:
+    config = load_hf_config(values)
+    torch.manual_seed(0)
+    return [DecoderLayer(config, index).double() for index in range(NUM_LAYERS)]
+
+
+def _pass(layers: list[DecoderLayer], values: dict, chunk: Chunk) -> list[Tensor]:
+    """Outputs without and with a graph, and all gradients, layer by layer."""
+    generator = torch.Generator().manual_seed(chunk.tokens)
+    hidden = torch.randn(1, chunk.padded_tokens, 32, generator=generator, dtype=torch.float64)
+    context, found = _context(values, chunk), []
+    for layer in layers:
+        with torch.no_grad():
+            found.append(layer(hidden, context))
+        x = hidden.clone().requires_grad_()
+        out = layer(x, context)
+        found += [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+        hidden = out.detach()
+    return found
+
+
+def _chunks() -> list[Chunk]:
+    whole = [Chunk((Slice(0, 0, n, True),)) for n in (5, 1, *range(2, 30, 3))]
+    hybrids = [
+        Chunk((Slice(0, 6, n, True), Slice(1, 0, n + 1, True)), padding=n % 3) for n in range(1, 20)
+    ]
+    return [*whole, *hybrids]
+
+
+def test_any_length_gives_equal_results_from_the_same_few_graphs() -> None:
+    values = tiny_config("llama")
+    plain, compiled = _layers(values), _layers(values)
+    for layer in compiled:
+        compiling.compile_block(layer.block, backend="aot_eager")
+    counts = []
+    for chunk in _chunks():
+        pairs = zip(_pass(compiled, values, chunk), _pass(plain, values, chunk), strict=True)
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        counts.append(_num_graphs())
+    # before and behind attention, with and without gradients, for 1 token and for more
+    assert counts[1] == counts[-1] <= 16
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 32
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_other_families_compile_too(kind: str) -> None:
+    values = tiny_config(kind, sliding_window=4 if kind == "mistral" else None)
+    plain, compiled = _layers(values), _layers(values)
+    for layer in compiled:
+        compiling.compile_block(layer.block, backend="aot_eager")
+    chunk = Chunk((Slice(0, 6, 9, True), Slice(1, 0, 4, True)))
+    pairs = zip(_pass(compiled, values, chunk), _pass(plain, values, chunk), strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert _num_graphs() > 0
+
+
+def test_a_compiled_layer_keeps_parameters_and_no_views_of_them() -> None:
+    # a view would hold a gathered weight's memory from forward to backward
+    values = tiny_config("llama")
+    layer = _layers(values)[0]
+    before = dict(layer.named_parameters())
+    compiling.compile_block(layer.block, backend="aot_eager")
+    assert dict(layer.named_parameters()) == before
+    saved: list[Tensor] = []
+    context = _context(values, Chunk((Slice(0, 0, 7, True),)))
+    x = torch.randn(1, 7, 32, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x, context)
+    own = {p.untyped_storage().data_ptr(): p for p in layer.parameters()}
+    kept = [t for t in saved if t.untyped_storage().data_ptr() in own]
+    assert len(kept) >= 7
+    assert all(t is own[t.untyped_storage().data_ptr()] for t in kept)
+
+
+def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling.check_compiling(torch.device("cpu"))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
+        compiling.check_compiling(torch.device("cpu"))
