@@ -255,6 +255,9 @@ class RuntimeSettings(_Section):
     """Cross-entropy backend by name: `torch` or `triton`, which needs a CUDA device; "auto"
     (default) takes the fastest that works on the device."""
 
+    all_to_all: Literal["fused", "separate"] = "fused"
+    """Query, key and value in one all-to-all (default), or in three, which copies less."""
+
     timeout_s: float = Field(default=600.0, ge=1.0, le=_MAX_WAIT_S, allow_inf_nan=False)
     """Seconds to wait for a peer before the step fails, naming chunk and peer; more than
     planning.deadline_s, during which peers wait for a plan. Default 600."""

@@ -17,7 +17,13 @@ from torch import Tensor
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.ops.attention import Segments, varlen_attention
 from ds_infinipipe.ops.kv_arena import SequenceArena, exchange
-from ds_infinipipe.ops.ulysses import ProcessGroup, group_size, to_heads, to_tokens
+from ds_infinipipe.ops.ulysses import (
+    ProcessGroup,
+    group_size,
+    join_to_heads,
+    to_heads,
+    to_tokens,
+)
 from ds_infinipipe.planner.types import Chunk
 
 __all__ = ["ChunkContext", "chunk_attention", "chunk_positions", "rank_tokens"]
@@ -51,7 +57,8 @@ class ChunkContext:
 
     The first `split_tokens` tokens are a slice whose `context_len` earlier tokens are in `arena`;
     all others are `short_segments` (whole sequences, then the padding). `cos_sin` are the rotary
-    tables [1, T/sp, D] of this rank's tokens. `sp_group` is None for sp 1.
+    tables [1, T/sp, D] of this rank's tokens. `sp_group` is None for sp 1. With `joins_qkv`
+    query, key and value go through one all-to-all instead of three.
     """
 
     split_tokens: int
@@ -61,6 +68,7 @@ class ChunkContext:
     sp_group: ProcessGroup | None
     cos_sin: tuple[Tensor, Tensor]
     attention_impl: str = "auto"
+    joins_qkv: bool = False
 
     @cached_property
     def slice_segments(self) -> Segments:
@@ -78,6 +86,7 @@ class ChunkContext:
         device: torch.device | str,
         dtype: torch.dtype,
         attention_impl: str = "auto",
+        joins_qkv: bool = False,
     ) -> ChunkContext:
         """`arena` belongs to the cut sequence of `chunk.slices[0]`, None if there is none.
 
@@ -100,6 +109,7 @@ class ChunkContext:
             sp_group=sp_group,
             cos_sin=(cos, sin),
             attention_impl=attention_impl,
+            joins_qkv=joins_qkv,
         )
 
 
@@ -126,7 +136,13 @@ def chunk_attention(
     Collective over the sequence group.
     """
     num_heads, pg = q_THD.shape[1], context.sp_group
-    q, k, v = (to_heads(t, pg) for t in (q_THD, k_TKD, v_TKD))
+    if context.joins_qkv and group_size(pg) > 1:
+        q, k, v = join_to_heads(q_THD, k_TKD, v_TKD, pg)
+        if context.arena is not None:
+            # a view would keep the slice's keys and values too, which the arena holds
+            q = q.clone()
+    else:
+        q, k, v = (to_heads(t, pg) for t in (q_THD, k_TKD, v_TKD))
     cut, outs = context.split_tokens, []
     attend = partial(varlen_attention, scale=scale, impl=context.attention_impl, window=window)
     if context.arena is not None:

@@ -22,7 +22,8 @@ __all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients
 
 Floats = NDArray[np.float64]
 
-_ALL2ALLS_PER_LAYER = 4  # q, k, v, output; the backward has the same four
+# q, k, v, output, and four in backward; where the runtime joins q, k and v, an upper bound
+_ALL2ALLS_PER_LAYER = 4
 _ATTENTION_BACKWARD_FLOPS = 2.5  # times the forward's: flash attention recomputes the scores
 _WEIGHT_OVERHEAD = 0.5  # of a forward's fixed cost: seven kernels and sums of about thirty
 

@@ -158,6 +158,7 @@ class StepState:
             device=engine.device,
             dtype=engine.module.dtype,
             attention_impl=engine.attention_impl,
+            joins_qkv=engine.settings.runtime.all_to_all == "fused",
         )
 
 

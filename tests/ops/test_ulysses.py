@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from ds_infinipipe.ops.attention import Segments, varlen_attention
-from ds_infinipipe.ops.ulysses import to_heads, to_tokens
+from ds_infinipipe.ops.ulysses import join_to_heads, to_heads, to_tokens
 
 DIM = 4
 SEGMENTS = Segments((0, 5, 8, 12), (0, 5, 8, 12))
@@ -50,6 +50,21 @@ def _check_against_dense(rank: int, head_counts: list[tuple[int, int]]) -> None:
             torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-12, atol=1e-12)
 
 
+def _check_joint(rank: int, head_counts: list[tuple[int, int]]) -> None:
+    for num_heads, num_kv_heads in head_counts:
+        whole = [_random(n, seed) for seed, n in enumerate((num_heads, num_kv_heads, num_kv_heads))]
+        one, three = ([_mine(t, rank) for t in whole] for _ in range(2))
+        joint = join_to_heads(*one, dist.group.WORLD)
+        separate = [to_heads(t, dist.group.WORLD) for t in three]
+        grads = [_random(t.shape[1], 5) for t in separate]
+        torch.autograd.backward(joint, grads)
+        torch.autograd.backward(separate, grads)
+        for a, b in zip(
+            [*joint, *(t.grad for t in one)], [*separate, *(t.grad for t in three)], strict=True
+        ):
+            assert torch.equal(a, b)
+
+
 def _head_ids(rank: int, num_heads: int) -> list[float]:
     """Which heads a rank gets, when the value of head h is h + 1."""
     x = torch.arange(1.0, num_heads + 1)[None, :, None].expand(2, num_heads, DIM)
@@ -84,6 +99,12 @@ def test_attention_over_ranks_equals_attention_on_one(
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("sp", [2, 4])
+def test_one_all_to_all_moves_what_three_move(sp: int) -> None:
+    run_ranks(_check_joint, sp, [(8, 2), (12, 4), (4, 1), (5, 5), (4, 4)])
+
+
+@pytest.mark.ranks
 def test_fewer_heads_than_ranks_are_repeated_for_neighbours() -> None:
     assert run_ranks(_head_ids, 4, 2) == [[1.0], [1.0], [2.0], [2.0]]
 
@@ -107,3 +128,4 @@ def test_one_rank_needs_no_exchange() -> None:
     x = _random(3, 1)
     assert to_heads(x, None) is x
     assert to_tokens(x, None, 3) is x
+    assert join_to_heads(x, x, x, None) == (x, x, x)

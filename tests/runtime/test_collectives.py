@@ -7,9 +7,11 @@ import time
 import warnings
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from ranks import run_ranks
 
 from ds_infinipipe.planner.types import Op, Plan
@@ -17,7 +19,7 @@ from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.evaluate import run_evaluation
 from ds_infinipipe.runtime.gradient_sum import GradientSum, join_neighbours, owned_parameters
-from ds_infinipipe.runtime.selftest import Case
+from ds_infinipipe.runtime.selftest import Case, exact_norms
 
 pytestmark = pytest.mark.ranks
 
@@ -208,3 +210,42 @@ def test_sums_start_from_the_last_layer_whatever_is_asked_for(
             total.start(layer)
         total.finish()
         assert order == [2.0, 1.0, 0.0, -1.0, -1.0, -1.0]
+
+
+def _all_to_alls(rank: int, case: Case, mode: str) -> list[tuple[int, int]]:
+    """Executed on this rank in each step, and those the plan asks for."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+    config = selftest.make_config(case)
+    config["infinipipe"]["runtime"]["all_to_all"] = mode
+    engine = selftest.engine_from_config(config, case.dtype)
+    reference = selftest.Reference(engine, case)
+    calls: list[int] = []
+    run = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return run(*args, **kwargs)
+
+    found = []
+    per_layer = 2 if mode == "fused" else 4
+    with mock.patch.object(dist, "all_to_all_single", counted), exact_norms(engine, case):
+        for step in range(case.steps):
+            calls.clear()
+            difference = selftest._compare_step(engine, reference, case, step)
+            assert difference.gradient_error <= selftest.FLOAT64_LIMIT, difference
+            assert engine.plan is not None
+            stream = engine.plan.streams[engine.stage_id]
+            layers = engine.module.layout.stage_layers[engine.stage_id]
+            passes = sum(layers for i in stream if i.op in (Op.FORWARD, Op.BACKWARD))
+            passes += sum(i.recompute for i in stream if i.op is Op.BACKWARD)
+            found.append((len(calls), passes * per_layer))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fused", "separate"])
+def test_all_to_alls_executed_are_those_planned_and_exact(mode: str) -> None:
+    case = Case("llama", 1, 4, zero_stage=0, float64=True, num_heads=4, steps=3, seed=2)
+    counts = [c for rank in run_ranks(_all_to_alls, 4, case, mode, timeout=120.0) for c in rank]
+    assert all(executed == planned > 0 for executed, planned in counts)
