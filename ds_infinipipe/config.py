@@ -272,6 +272,11 @@ class DebugSettings(_Section):
     verify_p2p: bool = False
     """Compare a checksum of every transfer on both sides."""
 
+    synchronous: bool = False
+    """Nothing runs ahead or beside: parameters are gathered, tensors received and gradients summed
+    when they are due, and the host waits for the device after every instruction. Results are equal
+    bit for bit; what goes wrong is reported where it happens."""
+
     dump_plans: str | None = None
     """Folder that receives every step, plan and batch, for `infinipipe replay`."""
 

@@ -77,6 +77,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.sequence_pg = self.grid.get_sequence_parallel_group() if self.sp_size > 1 else None
         self.loss_scaler = adopt_loss_scaler(self)
         self.sharding = self._make_sharding()
+        self.sharding.is_synchronous = self.settings.debug.synchronous
         self.executor = StageExecutor(model.forward_funcs, self.sharding)
         self.rotary = make_rotary(model.hf_config, self.device)
         self.attention_impl = choose_kernels(model, self.device)
@@ -85,7 +86,8 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
             self.stage_id,
             self.num_stages,
             timedelta(seconds=self.settings.runtime.timeout_s),
-            self.settings.debug.verify_p2p,
+            verify=self.settings.debug.verify_p2p,
+            is_synchronous=self.settings.debug.synchronous,
         )
         self._plans = self._make_plan_service()
         self._feed: BatchFeed[_Shared] | None = None

@@ -65,8 +65,8 @@ class MemoryUse:
 _MAKERS: dict[CodeType, StorageKind] = {
     SequenceArena.write.__code__: StorageKind.ARENA,
     SequenceArena.collect_grads.__code__: StorageKind.KV_GRADIENTS,
-    Channel.post_receive.__code__: StorageKind.TRANSFER,
-    Zero3Sharding.prefetch.__code__: StorageKind.GATHERED,
+    Channel._post.__code__: StorageKind.TRANSFER,
+    Zero3Sharding._gather.__code__: StorageKind.GATHERED,
     Zero3Sharding.fetch.__code__: StorageKind.GATHERED,
     Zero3Sharding.reduce.__code__: StorageKind.REDUCTION,
     Zero3Sharding.flush.__code__: StorageKind.REDUCTION,

@@ -34,15 +34,21 @@ class _Transfer:
 
 @dataclass
 class Channel:
-    """One direction between this rank and one peer; `verify` sends checksums along."""
+    """One direction between this rank and one peer; `verify` sends checksums along.
+
+    With `is_synchronous` a receive is posted when it is waited for. Sends stay asynchronous: two
+    neighbours that waited for each other to receive would never go on.
+    """
 
     name: str
     peer: int
     pg: Any
     timeout: timedelta
     verify: bool = False
+    is_synchronous: bool = False
     _sent: list[_Transfer] = field(default_factory=list)
     _posted: dict[int, list[_Transfer]] = field(default_factory=dict)
+    _due: dict[int, tuple[Sequence[int], torch.dtype, torch.device]] = field(default_factory=dict)
 
     def send(self, chunk: int, tensor: torch.Tensor) -> None:
         """Start to send; the tensor is kept alive until it has left, and must not be changed."""
@@ -56,6 +62,14 @@ class Channel:
         self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         """Post the receive of a chunk's tensor into a fresh buffer."""
+        if self.is_synchronous:
+            self._due[chunk] = (shape, dtype, device)
+        else:
+            self._post(chunk, shape, dtype, device)
+
+    def _post(
+        self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         buffers = [torch.empty(tuple(shape), dtype=dtype, device=device)]
         if self.verify:
             buffers.append(torch.empty(1, dtype=torch.float64, device=device))
@@ -67,6 +81,9 @@ class Channel:
 
     def wait(self, chunk: int) -> torch.Tensor:
         """The tensor of a posted receive. Raises PeerTimeoutError where it does not come."""
+        while chunk not in self._posted and self._due:
+            due = next(iter(self._due))  # in the order of the sends
+            self._post(due, *self._due.pop(due))
         transfers = self._posted.pop(chunk)
         for transfer in transfers:
             self._wait(transfer, f"waiting for the {self.name} of chunk {chunk}")
@@ -92,6 +109,7 @@ class Channel:
         """Forget all transfers after an error; their peers see the connection close."""
         self._sent.clear()
         self._posted.clear()
+        self._due.clear()
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor, _checksum(tensor)] if self.verify else [tensor]
@@ -136,13 +154,20 @@ class Channels:
 
     @classmethod
     def between_stages(
-        cls, grid: InfiniPipeGrid, stage: int, num_stages: int, timeout: timedelta, verify: bool
+        cls,
+        grid: InfiniPipeGrid,
+        stage: int,
+        num_stages: int,
+        timeout: timedelta,
+        *,
+        verify: bool,
+        is_synchronous: bool,
     ) -> Channels:
         """Channels to the neighbouring stages of one rank."""
 
         def channel(name: str, other: int, pg: Any) -> Channel:
             inside = min(max(other, 0), num_stages - 1)
-            return Channel(name, grid.peer(inside), pg, timeout, verify)
+            return Channel(name, grid.peer(inside), pg, timeout, verify, is_synchronous)
 
         return cls(
             activations_in=channel("activation", stage - 1, grid.forward_pg),

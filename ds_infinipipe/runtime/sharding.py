@@ -43,6 +43,8 @@ class Sharding(Protocol):
     loss_multiplier: float
     """Factor on the loss, undone before `finish_gradients` returns: it makes up for averaging over
     the shard group, and in fp16 it is the loss scale."""
+    is_synchronous: bool
+    """Nothing runs ahead of its use or beside anything else; for debugging."""
     counts: dict[str, int]
     """Collectives started since the engine was built, by kind."""
     keeps_gathered: bool
@@ -105,6 +107,7 @@ class Zero3Sharding:
         self.loss_multiplier = self._shard_size
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
         self.keeps_gathered = False
+        self.is_synchronous = False
         self._is_hosted = bool(optimizer.offload_optimizer)
         self._replica_pg = replica_pg
         sums_early = replica_pg is not None and not self._is_hosted
@@ -135,6 +138,10 @@ class Zero3Sharding:
             self._sum.begin_step()
 
     def prefetch(self, layer: int) -> None:
+        if not self.is_synchronous:
+            self._gather(layer)
+
+    def _gather(self, layer: int) -> None:
         if layer in self._in_flight:
             return
         missing = [p for p in self._layers[layer] if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
@@ -143,7 +150,7 @@ class Zero3Sharding:
             self.counts["gather"] += 1
 
     def fetch(self, layer: int) -> None:
-        self.prefetch(layer)
+        self._gather(layer)
         handle = self._in_flight.pop(layer, None)
         if handle is not None:
             handle.wait()
@@ -170,10 +177,12 @@ class Zero3Sharding:
         # The next gradient of a parameter only needs the bucket to be empty. The stream of the
         # reductions keeps their order, so the host does not wait for it before the step's end.
         reduce_pending_gradients(self._optimizer)
+        if self.is_synchronous and not get_accelerator().is_synchronized_device():
+            self._optimizer.reduce_and_partition_stream.synchronize()
         self.counts["reduce"] += 1
 
     def settle(self, layer: int) -> None:
-        if self._sum is None:
+        if self._sum is None or self.is_synchronous:
             return
         self.flush()
         # behind the layer's reduction, which is queued in this stream
@@ -223,6 +232,7 @@ class ReplicatedSharding:
         self._is_alone = gradient_pg is None
         self._loss_scaler = loss_scaler
         self.loss_multiplier = 1.0
+        self.is_synchronous = False
         self.counts = {"gather": 0, "reduce": 0, "sum": 0}
         self.keeps_gathered = False
         for parameter in self._parameters():
@@ -255,7 +265,7 @@ class ReplicatedSharding:
         """Nothing is pending before the end of the step."""
 
     def settle(self, layer: int) -> None:
-        if not self._is_alone:
+        if not self._is_alone and not self.is_synchronous:
             self._sum.start(layer)
 
     def finish_gradients(self, tied: torch.nn.Parameter | None, tied_pg: Any) -> None:

@@ -88,7 +88,10 @@ class StepState:
         """Time a compute instruction; waiting for its input is not part of it."""
         start = self._clock.mark()
         yield
-        self._marks.append((instruction, start, self._clock.mark()))
+        end = self._clock.mark()
+        self._marks.append((instruction, start, end))
+        if self._engine.settings.debug.synchronous:
+            self._clock.seconds(end)  # waits for the device
 
     def finish_chunk(self, chunk: int) -> None:
         """After a chunk's backward: its sequence's arena must be gone with the first slice."""
