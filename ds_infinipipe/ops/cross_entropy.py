@@ -229,7 +229,7 @@ def _add_outer(total_VE: Tensor, grad_logits_BV: Tensor, hidden_BE: Tensor) -> N
     """total += grad_logits.T @ hidden, summed in the dtype of `total`."""
     if grad_logits_BV.dtype == total_VE.dtype:
         total_VE.addmm_(grad_logits_BV.T, hidden_BE)
-    elif grad_logits_BV.is_cuda:
+    elif grad_logits_BV.device.type != "cpu":
         torch.addmm(total_VE, grad_logits_BV.T, hidden_BE, out_dtype=total_VE.dtype, out=total_VE)
     else:
         hidden_BE = hidden_BE.to(total_VE.dtype)

@@ -151,3 +151,23 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             resolve_cross_entropy("auto", CPU, torch.bfloat16)
     assert caplog.messages == ["cross-entropy on cpu in torch.bfloat16: torch"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_off_the_cpu_the_weights_gradient_is_summed_in_place_in_float32(dtype: torch.dtype) -> None:
+    # on the meta device torch checks the call, its dtypes and shapes, and computes nothing
+    total = torch.zeros(40, 6, device="meta")
+    logits, hidden = (torch.empty(9, n, device="meta", dtype=dtype) for n in (40, 6))
+    given = {t.untyped_storage()._cdata for t in (total, logits, hidden)}
+    made: list[str] = []
+
+    class Made(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if out.untyped_storage()._cdata not in given:
+                made.append(str(func))
+            return out
+
+    with Made():
+        cross_entropy._add_outer(total, logits, hidden)
+    assert made == []
