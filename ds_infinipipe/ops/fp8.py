@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.loss_memory import SCRATCH_ELEMENTS
 
 __all__ = ["RECIPES", "Fp8Linear", "Fp8Recipe", "check_fp8", "fp8_product", "quantise"]
 
@@ -45,11 +46,21 @@ RECIPES: Mapping[str, Fp8Recipe] = {
 def quantise(x_MK: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
     """The tensor over its scales in `dtype`, and the float32 scales: [M, 1], or [1, 1] for all.
 
-    The largest magnitude becomes the largest number of `dtype`; zeros get the scale 1.
+    The largest magnitude becomes the largest number of `dtype`; zeros get the scale 1. The result
+    is contiguous; beside it a few rows in float32 are there at a time.
     """
-    largest = x_MK.abs().amax(dim=1 if per_row else (0, 1), keepdim=True).float()
+    low, high = x_MK.aminmax(dim=1, keepdim=True) if per_row else x_MK.aminmax()
+    largest = torch.maximum(-low, high).float().reshape(-1, 1)
     scale = (largest / torch.finfo(dtype).max).masked_fill_(largest == 0, 1.0)
-    return (x_MK.float() / scale).to(dtype), scale
+    if torch.compiler.is_compiling():
+        # fused into one kernel; a loop would make a graph for each number of rows
+        return (x_MK / scale).to(dtype).contiguous(), scale
+    rounded = torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
+    step = max(1, SCRATCH_ELEMENTS // x_MK.shape[1])
+    for start in range(0, x_MK.shape[0], step):
+        rows = slice(start, start + step)
+        rounded[rows] = x_MK[rows] / (scale[rows] if per_row else scale)
+    return rounded, scale
 
 
 def fp8_product(
@@ -58,10 +69,8 @@ def fp8_product(
     """a @ b.T of operands rounded to `a_dtype` and e4m3, [M, N] in the dtype of `a`."""
     a, a_scale = quantise(a_MK, a_dtype, recipe.per_row)
     b, b_scale = quantise(b_NK, torch.float8_e4m3fn, recipe.per_row)
-    # the hardware wants rows of `a` and columns of `b.T` contiguous
-    return torch._scaled_mm(
-        a.contiguous(), b.contiguous().t(), a_scale, b_scale.t(), out_dtype=a_MK.dtype
-    )
+    # the hardware wants rows of `a` and columns of `b.T` contiguous, as they are here
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=a_MK.dtype)
 
 
 class Fp8Linear(nn.Linear):

@@ -33,15 +33,13 @@ def _num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _context(values: dict, chunk: Chunk) -> ChunkContext:
+def _context(values: dict, chunk: Chunk, dtype: torch.dtype = torch.float64) -> ChunkContext:
     arena = SequenceArena(chunk.slices[0].end) if chunk.keeps_kv else None
     for layer in range(NUM_LAYERS if arena is not None else 0):
-        earlier = torch.ones(chunk.context_len, 2, 8, dtype=torch.float64)
+        earlier = torch.ones(chunk.context_len, 2, 8, dtype=dtype)
         arena.write(earlier, earlier, layer, 0)
     rotary = make_rotary(load_hf_config(values), "cpu")
-    return ChunkContext.from_chunk(
-        chunk, arena, None, rotary=rotary, device="cpu", dtype=torch.float64
-    )
+    return ChunkContext.from_chunk(chunk, arena, None, rotary=rotary, device="cpu", dtype=dtype)
 
 
 def _layers(values: dict) -> list[DecoderLayer]:
@@ -100,6 +98,30 @@ def test_other_families_compile_too(kind: str) -> None:
     for got, want in pairs:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert _num_graphs() > 0
+
+
+def test_fp8_layers_compile_into_few_graphs_too() -> None:
+    values = tiny_config("llama")
+    config = load_hf_config(values)
+    torch.manual_seed(0)
+    plain = DecoderLayer(config, 0, fp8="row").bfloat16()
+    compiled = DecoderLayer(config, 0, fp8="row").bfloat16()
+    compiled.load_state_dict(plain.state_dict())
+    compiling.compile_block(compiled.block, backend="aot_eager")
+    counts = []
+    for length in (5, 8, 13, 31):
+        context = _context(values, Chunk((Slice(0, 0, length, True),)), torch.bfloat16)
+        x = torch.randn(1, length, 32).bfloat16()
+        results = []
+        for layer in (plain, compiled):
+            source = x.clone().requires_grad_()
+            out = layer(source, context)
+            inputs = [source, *layer.parameters()]
+            results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(got, want)
+        counts.append(_num_graphs())
+    assert counts[0] == counts[-1] > 0
 
 
 def test_a_compiled_layer_keeps_parameters_and_no_views_of_them() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear, check_fp8, fp8_product, quantise
+from ds_infinipipe.runtime.memory_meter import MemoryMeter
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -32,7 +33,9 @@ def _round(x: Tensor, dtype: torch.dtype, per_row: bool) -> Tensor:
 @pytest.mark.parametrize("per_row", [True, False])
 def test_rounding_is_off_by_half_a_step_of_the_mantissa(dtype: torch.dtype, per_row: bool) -> None:
     x = _random(40, 64).exp()
+    before = x.clone()
     rounded, scale = quantise(x, dtype, per_row)
+    assert torch.equal(x, before)
     error = (rounded.float() * scale - x).abs() / x
     assert 0.5 * HALF_STEP[dtype] < error.max() <= HALF_STEP[dtype] * (1 + 1e-6)
     assert scale.shape == ((40, 1) if per_row else (1, 1)) and scale.dtype == torch.float32
@@ -42,6 +45,20 @@ def test_the_largest_number_of_a_row_becomes_the_largest_of_the_format() -> None
     rounded, scale = quantise(torch.tensor([[3.0, -6.0], [0.5, 0.25]]), E4M3, True)
     assert rounded.float().tolist() == [[224.0, -448.0], [448.0, 224.0]]
     assert scale.flatten().tolist() == pytest.approx([6 / 448, 0.5 / 448])
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+def test_rounding_needs_a_few_rows_in_float32_beside_the_result(
+    per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _random(64, 4000).bfloat16()
+    whole = quantise(x.t(), E4M3, per_row)
+    monkeypatch.setattr("ds_infinipipe.ops.fp8.SCRATCH_ELEMENTS", 2 * 4000)
+    with MemoryMeter() as meter:
+        by_rows = quantise(x.t(), E4M3, per_row)
+    assert meter.use.dynamic_bytes < 64 * 4000 + 2 * (2 * 4000 * 4) + 20 * 4000
+    for got, want in zip(by_rows, whole, strict=True):
+        assert torch.equal(got.float(), want.float()) and got.is_contiguous()
 
 
 def test_zeros_stay_zeros() -> None:
