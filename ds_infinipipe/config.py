@@ -5,7 +5,6 @@ Every field states its unit and default; unknown keys fail; "auto" means "derive
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ds_infinipipe.config_errors import describe_findings
 from ds_infinipipe.deepspeed_json import (
     SECTION,
     derive_deepspeed_settings,
@@ -21,7 +21,6 @@ from ds_infinipipe.deepspeed_json import (
     warn_unknown_keys,
 )
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.hints import format_close_matches
 from ds_infinipipe.json_file import read_json_object
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, ModelSpec, load_cluster, model_from_hf
@@ -329,7 +328,7 @@ class InfiniPipeConfig(_Section):
         try:
             return cls.model_validate(dict(section))
         except ValidationError as error:
-            raise ConfigError(_describe(error)) from error
+            raise ConfigError(describe_findings(error, cls, SECTION)) from error
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
@@ -355,46 +354,3 @@ def derive_deepspeed_config(
     section = InfiniPipeConfig.from_section(whole.get(SECTION, {}))
     _, sp, _ = section.parallel.resolve(world_size)
     return derive_deepspeed_settings(whole, shards=sp)
-
-
-def _describe(error: ValidationError) -> str:
-    """All of pydantic's findings in one paragraph, each with its path, value and repair."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for item in error.errors(include_url=False):
-        found.setdefault(_field_path(item["loc"]), []).append(item)
-    return "; ".join(_describe_field(path, items) for path, items in found.items())
-
-
-def _field_path(location: tuple[int | str, ...]) -> str:
-    """Dotted path without the names pydantic adds for the members of a union."""
-    names: list[str] = []
-    model: type[BaseModel] | None = InfiniPipeConfig
-    for part in location:
-        if model is None:
-            break
-        names.append(str(part))
-        model = _section_of(model, str(part))
-    return ".".join([SECTION, *names])
-
-
-def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    field = model.model_fields.get(name)
-    kind = None if field is None else field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _describe_field(path: str, items: list[Mapping[str, Any]]) -> str:
-    first = items[0]
-    if first["type"] == "extra_forbidden":
-        *parents, name = path.split(".")[1:]
-        model: type[BaseModel] = InfiniPipeConfig
-        for parent in parents:
-            model = _section_of(model, parent) or model
-        return f"{path} is unknown{format_close_matches(name, model.model_fields)}"
-    reasons = dict.fromkeys(
-        str(i["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
-        for i in items
-    )
-    if first["type"] == "value_error":
-        return f"{path}: {' or '.join(reasons)}"
-    return f"{path} is {json.dumps(first['input'], default=repr)}: {' or '.join(reasons)}"
