@@ -25,6 +25,7 @@ _VERBS = (
     "show",
     "compare",
     "lengths",
+    "calibrate",
     "config",
     "sweep",
     "schema",

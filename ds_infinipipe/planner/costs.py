@@ -18,7 +18,14 @@ from ds_infinipipe.planner.links import all2all_s, gather_s, p2p_token_s
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Chunk, Plan
 
-__all__ = ["ChunkCosts", "CostCoefficients", "CostModel", "analytic_coefficients", "chunk_sizes"]
+__all__ = [
+    "ChunkCosts",
+    "CostCoefficients",
+    "CostModel",
+    "analytic_coefficients",
+    "attention_backward_flops",
+    "chunk_sizes",
+]
 
 Floats = NDArray[np.float64]
 
@@ -73,6 +80,11 @@ class ChunkCosts:
     """[pp, n], the gradients of the weights alone (W)."""
 
 
+def attention_backward_flops(forward_flops: float) -> float:
+    """Operations of attention's backward, given those of its forward."""
+    return _ATTENTION_BACKWARD_FLOPS * forward_flops
+
+
 def analytic_coefficients(
     model: ModelSpec, cluster: ClusterSpec, layout: Layout, zero_stage: int = 3
 ) -> CostCoefficients:
@@ -92,7 +104,7 @@ def analytic_coefficients(
     return CostCoefficients(
         linear_s=2 * model.layer_params / linear_rate,
         attention_forward_s=area_flops / forward_rate,
-        attention_backward_s=_ATTENTION_BACKWARD_FLOPS * area_flops / backward_rate,
+        attention_backward_s=attention_backward_flops(area_flops) / backward_rate,
         all2all_s=all2all_s(all2all_bytes, sp, cluster),
         overhead_forward_s=cluster.layer_overhead_forward_s,
         overhead_backward_s=cluster.layer_overhead_backward_s,

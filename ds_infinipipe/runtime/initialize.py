@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from deepspeed import comm as dist
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_infinipipe.config import derive_deepspeed_config, sequences_per_step
 from ds_infinipipe.data.sampler import SequenceSampler
-from ds_infinipipe.deepspeed_json import SECTION, read_deepspeed_json, require_optimizer
+from ds_infinipipe.deepspeed_json import read_deepspeed_json, require_optimizer
 from ds_infinipipe.errors import ConfigError, DataError
 from ds_infinipipe.model.hf import max_positions
 from ds_infinipipe.planner.model_states import reduce_bucket_elements
@@ -29,7 +26,7 @@ __all__ = ["initialize"]
 
 def initialize(
     args: Any = None,
-    model: InfiniPipeModule | PipelineModule | None = None,
+    model: InfiniPipeModule | None = None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[torch.nn.Parameter] | None = None,
     training_data: Any = None,
@@ -41,43 +38,24 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
-) -> tuple[Any, Any, Any, Any]:
-    """Same arguments and return tuple as `deepspeed.initialize`; the engine is an InfiniPipeEngine.
+) -> tuple[InfiniPipeEngine, Any, Any, Any]:
+    """Same arguments and return tuple as `deepspeed.initialize`.
 
     `training_data` is a map-style dataset whose items have `input_ids`; its batches of
     `train_batch_size` sequences are drawn as the section's `data` settings say. Returns engine,
     optimizer, training data loader and learning-rate scheduler. Raises ConfigError for arguments
     that mean nothing here and for a configuration other than the model's.
-
-    A PipelineModule that is no InfiniPipeModule goes to DeepSpeed with all arguments as they are,
-    and comes back with DeepSpeed's own PipelineEngine: fixed shapes, micro-batches, no plans.
     """
-    given = config if config is not None else config_params
-    if given is None:
-        given = getattr(args, "deepspeed_config", None)
-    if isinstance(model, PipelineModule) and not isinstance(model, InfiniPipeModule):
-        _refuse_section(given)
-        return deepspeed.initialize(  # type: ignore[no-any-return]
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port or TORCH_DISTRIBUTED_DEFAULT_PORT,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=given,
-            mesh_param=mesh_param,
-        )
     _refuse("mpu", mpu, "the module brings its own process grid")
     _refuse("mesh_param", mesh_param, "set infinipipe.parallel in the configuration")
     if not isinstance(model, InfiniPipeModule):
         raise ConfigError(
             f"model is {type(model).__name__}; ds_infinipipe.initialize takes an InfiniPipeModule: "
-            "model = ds_infinipipe.InfiniPipeModule(config), or DeepSpeed's PipelineModule"
+            "model = ds_infinipipe.InfiniPipeModule(config)"
         )
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None)
     if given is None:
         raise ConfigError("no configuration: pass config=, or args with deepspeed_config")
     whole = read_deepspeed_json(given)
@@ -171,15 +149,6 @@ def check_lengths(dataset: Any, max_length: int) -> None:
             f"{name} has {lengths[worst]} tokens, but the model has positions for {max_length} "
             f"({int((lengths > max_length).sum())} sequences are longer): lower "
             "infinipipe.data.context_length, or raise max_position_embeddings"
-        )
-
-
-def _refuse_section(given: Any) -> None:
-    if given is not None and SECTION in read_deepspeed_json(given):
-        raise ConfigError(
-            f'the configuration has a section "{SECTION}", which a plain PipelineModule cannot '
-            "follow: remove the section to train with DeepSpeed's own pipeline, or build an "
-            "InfiniPipeModule"
         )
 
 

@@ -30,14 +30,15 @@ class _Transfer:
     chunk: int
     handle: Any
     tensor: torch.Tensor
+    device: torch.device | None = None
+    """Where a received tensor is wanted."""
 
 
 @dataclass
 class Channel:
     """One direction between this rank and one peer; `verify` sends checksums along.
 
-    With `is_synchronous` a receive is posted when it is waited for. Sends stay asynchronous: two
-    neighbours that waited for each other to receive would never go on.
+    With `by_host` tensors of a device travel through host memory, as gloo takes no others.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Channel:
     timeout: timedelta
     verify: bool = False
     is_synchronous: bool = False
+    by_host: bool = False
     _sent: list[_Transfer] = field(default_factory=list)
     _posted: dict[int, list[_Transfer]] = field(default_factory=dict)
     _due: dict[int, tuple[Sequence[int], torch.dtype, torch.device]] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Channel:
         """Start to send; the tensor is kept alive until it has left, and must not be changed."""
         with self._naming(f"sending the {self.name} of chunk {chunk}"):
             for part in self._parts(tensor.contiguous()):
+                part = part.cpu() if self.by_host else part
                 handle = torch_dist.isend(part, dst=self.peer, group=self.pg)
                 self._sent.append(_Transfer(chunk, handle, part))
             self._forget_finished()
@@ -70,12 +73,15 @@ class Channel:
     def _post(
         self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        buffers = [torch.empty(tuple(shape), dtype=dtype, device=device)]
+        place = torch.device("cpu") if self.by_host else device
+        buffers = [torch.empty(tuple(shape), dtype=dtype, device=place)]
         if self.verify:
-            buffers.append(torch.empty(1, dtype=torch.float64, device=device))
+            buffers.append(torch.empty(1, dtype=torch.float64, device=place))
         with self._naming(f"posting the receive of the {self.name} of chunk {chunk}"):
             self._posted[chunk] = [
-                _Transfer(chunk, torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer)
+                _Transfer(
+                    chunk, torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer, device
+                )
                 for buffer in buffers
             ]
 
@@ -87,9 +93,9 @@ class Channel:
         transfers = self._posted.pop(chunk)
         for transfer in transfers:
             self._wait(transfer, f"waiting for the {self.name} of chunk {chunk}")
-        tensor = transfers[0].tensor
+        tensor = transfers[0].tensor.to(transfers[0].device)
         if self.verify:
-            self._compare_checksum(chunk, tensor, transfers[1].tensor)
+            self._compare_checksum(chunk, tensor, transfers[1].tensor.to(tensor.device))
         return tensor
 
     def confirm(self, chunk: int) -> None:
@@ -167,7 +173,8 @@ class Channels:
 
         def channel(name: str, other: int, pg: Any) -> Channel:
             inside = min(max(other, 0), num_stages - 1)
-            return Channel(name, grid.peer(inside), pg, timeout, verify, is_synchronous)
+            by_host = pg is not None and torch_dist.get_backend(pg) == "gloo"
+            return Channel(name, grid.peer(inside), pg, timeout, verify, is_synchronous, by_host)
 
         return cls(
             activations_in=channel("activation", stage - 1, grid.forward_pg),

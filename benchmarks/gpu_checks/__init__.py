@@ -1,0 +1,1 @@
+"""The checks that `benchmarks/gpu_check.py` runs, one module each."""

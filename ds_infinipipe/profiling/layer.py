@@ -1,0 +1,206 @@
+"""Measure one decoder layer as the executor runs it: whole, packed, and as a slice over context."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.hf import load_hf_config, make_rotary
+from ds_infinipipe.model.layers import DecoderLayer
+from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.fit import ProfileRow
+from ds_infinipipe.planner.types import Chunk, Slice
+
+__all__ = ["profile_layer"]
+
+_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 15
+_LEAST_TOKENS = 64
+_MOST_TOKENS = 32768
+_CONTEXTS = (0, 1, 3, 7)
+"""Tokens before a slice, in slices of its size."""
+
+
+def profile_layer(
+    model_config: Mapping[str, Any] | str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    budget_s: float = 60.0,
+    attention: str = "auto",
+    seed: int = 0,
+) -> list[ProfileRow]:
+    """Median forward and backward seconds of one layer over a grid of shapes, within `budget_s`.
+
+    `model_config` is a Hugging Face config or where one is. Shapes double from 64 tokens as long
+    as the time and the device's memory allow, each whole, as a pack of four, and as a slice over 1,
+    3 and 7 times as many tokens. They are measured in turn, in another order each round, so that
+    a change of the machine's speed falls on all. Raises ConfigError for a config that cannot be
+    built and when the time is not enough for three rounds of four sizes.
+    """
+    bench = _Bench.build(model_config, device, dtype, attention)
+    started = time.perf_counter()
+    chunks, round_s = _grid(bench, budget_s)
+    times: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(chunks))}
+    order, rng = list(times), random.Random(seed)
+    for rounds in range(_MOST_ROUNDS):
+        spent_s = time.perf_counter() - started
+        if rounds >= _LEAST_ROUNDS and spent_s + round_s > budget_s:
+            break
+        rng.shuffle(order)
+        for index in order:
+            times[index].append(bench.measure(chunks[index]))
+    return [
+        ProfileRow.of(chunk, *(statistics.median(side) for side in zip(*times[i], strict=True)))
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def _grid(bench: _Bench, budget_s: float) -> tuple[list[Chunk], float]:
+    """Shapes whose rounds fit the time, and the seconds of a round; runs each once or twice."""
+    chunks: list[Chunk] = []
+    round_s, tokens = 0.0, _LEAST_TOKENS
+    while tokens <= _MOST_TOKENS:
+        shapes = list(_shapes(tokens))
+        try:
+            bench.measure(shapes[-1])  # the first run of a shape compiles and allocates
+            more_s = sum(_wall(bench, chunk) for chunk in shapes)
+        except torch.OutOfMemoryError:
+            break
+        chunks += shapes
+        round_s += more_s
+        tokens *= 2
+        # the next size takes up to four times as long; the grid itself runs about twice
+        if (round_s + 4 * more_s) * (_LEAST_ROUNDS + 2) > budget_s:
+            break
+    if tokens <= 8 * _LEAST_TOKENS:
+        raise ConfigError(
+            f"{budget_s:g} s are not enough to measure a layer at {8 * _LEAST_TOKENS} tokens, or "
+            "it does not fit the device: give more time, or take a smaller model"
+        )
+    return chunks, round_s
+
+
+def _shapes(tokens: int) -> Iterator[Chunk]:
+    for factor in _CONTEXTS:
+        yield Chunk((Slice(0, factor * tokens, tokens, True),))
+    quarter = tokens // 4
+    yield Chunk(tuple(Slice(i, 0, quarter, True) for i in range(4)))
+
+
+def _wall(bench: _Bench, chunk: Chunk) -> float:
+    started = time.perf_counter()
+    bench.measure(chunk)
+    return time.perf_counter() - started
+
+
+@dataclass
+class _Bench:
+    """One layer with random weights, and what its contexts are made from."""
+
+    layer: DecoderLayer
+    rotary: torch.nn.Module
+    hidden_size: int
+    kv_shape: tuple[int, int]
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+
+    @classmethod
+    def build(
+        cls,
+        source: Mapping[str, Any] | str,
+        device: torch.device,
+        dtype: torch.dtype,
+        attention: str,
+    ) -> _Bench:
+        config = load_hf_config(source)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        layer = DecoderLayer(config, 0).to(device, dtype)
+        return cls(
+            layer,
+            make_rotary(config, device),
+            config.hidden_size,
+            (config.num_key_value_heads, head_dim),
+            device,
+            dtype,
+            attention,
+        )
+
+    def measure(self, chunk: Chunk) -> tuple[float, float]:
+        """Seconds of one forward that keeps its graph, and of its backward."""
+        self.layer.zero_grad(set_to_none=True)
+        context = self._context(chunk)
+        shape = (1, chunk.padded_tokens, self.hidden_size)
+        hidden = torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
+        gradient = torch.randn(shape, device=self.device, dtype=self.dtype)
+        clock = _make_timer(self.device)
+        clock.mark()
+        output = self.layer(hidden, context)
+        clock.mark()
+        torch.autograd.backward(output, gradient)
+        clock.mark()
+        forward_s, backward_s = clock.laps()
+        return forward_s, backward_s
+
+    def _context(self, chunk: Chunk) -> ChunkContext:
+        arena = None
+        if chunk.keeps_kv:
+            arena = SequenceArena(chunk.slices[0].end)
+            rows = torch.randn(
+                (chunk.context_len, *self.kv_shape), device=self.device, dtype=self.dtype
+            )
+            arena.write(rows, rows, 0, 0)
+        return ChunkContext.from_chunk(
+            chunk,
+            arena,
+            None,
+            rotary=self.rotary,
+            device=self.device,
+            dtype=self.dtype,
+            attention_impl=self.attention,
+        )
+
+
+class _HostTimer:
+    """CPU time where one thread computes, as other processes do not count in it; else wall time."""
+
+    def __init__(self) -> None:
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(self._now())
+
+    def laps(self) -> list[float]:
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class _DeviceTimer:
+    """Events on the current stream."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def laps(self) -> list[float]:
+        self._marks[-1].synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [float(a.elapsed_time(b)) / 1e3 for a, b in pairs]
+
+
+def _make_timer(device: torch.device) -> _HostTimer | _DeviceTimer:
+    return _DeviceTimer() if device.type == "cuda" else _HostTimer()
