@@ -15,6 +15,7 @@ _HOMES = {
     "initialize": "ds_infinipipe.runtime.initialize",
     "InfiniPipeModule": "ds_infinipipe.runtime.module",
     "InfiniPipeEngine": "ds_infinipipe.runtime.engine",
+    "OwnLayers": "ds_infinipipe.model.protocol",
     "InfiniPipeConfig": "ds_infinipipe.config",
     "ChunkSampler": "ds_infinipipe.data.sampler",
     "DocumentDataset": "ds_infinipipe.data.dataset",

@@ -14,6 +14,7 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.compiling import compile_block
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
+from ds_infinipipe.model.protocol import Decoder, Embedding, Head, StageLayer
 from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum, linear_cross_entropy_tokens
 from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear
 
@@ -31,15 +32,7 @@ EMBEDDING_NAME = "model.embed_tokens.weight"
 """Name of the token embedding in Hugging Face checkpoints, and of a head tied to it."""
 
 
-class StageLayer(nn.Module):
-    """A layer whose parameters have names in Hugging Face checkpoints."""
-
-    def hf_name(self, parameter: str) -> str:
-        """Checkpoint name of this layer's parameter `parameter` (as `named_parameters` has it)."""
-        raise NotImplementedError
-
-
-class EmbeddingLayer(StageLayer):
+class EmbeddingLayer(Embedding):
     """Token ids [T] to hidden states [1, T, E]."""
 
     def __init__(self, hf_config: PreTrainedConfig) -> None:
@@ -56,7 +49,7 @@ class EmbeddingLayer(StageLayer):
         return f"model.{parameter}"
 
 
-class DecoderLayer(StageLayer):
+class DecoderLayer(Decoder):
     """One of the model's own decoder layers, [1, T, E] to [1, T, E].
 
     `layer_index` counts over the whole model; it names the weights and the arena's buffers. `fp8`
@@ -72,10 +65,9 @@ class DecoderLayer(StageLayer):
         fp8: str = "off",
         compiled: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_index)
         if hf_config._attn_implementation != ATTENTION_NAME:
             raise ConfigError("the config of a DecoderLayer comes from load_hf_config")
-        self.layer_index = layer_index
         self.block = hf_class(hf_config, "DecoderLayer")(hf_config, layer_index)
         if fp8 != "off":
             for module in self.block.modules():
@@ -94,7 +86,7 @@ class DecoderLayer(StageLayer):
         return f"model.layers.{self.layer_index}.{parameter.removeprefix('block.')}"
 
 
-class HeadLayer(StageLayer):
+class HeadLayer(Head):
     """Final norm, output projection and cross-entropy by backend `cross_entropy`."""
 
     def __init__(self, hf_config: PreTrainedConfig, cross_entropy: str = "auto") -> None:

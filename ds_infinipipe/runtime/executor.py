@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_infinipipe.model.context import ChunkContext
-from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer, HeadLayer
+from ds_infinipipe.model.protocol import Decoder, Embedding, Head
 from ds_infinipipe.planner.types import Op
 from ds_infinipipe.runtime.sharding import Sharding
 
@@ -94,7 +94,7 @@ class StageExecutor:
         if op is Op.FORWARD:
             return 0
         if op is Op.BACKWARD:
-            return len(self._layers) - 1 - isinstance(self._layers[-1], HeadLayer)
+            return len(self._layers) - 1 - isinstance(self._layers[-1], Head)
         return None
 
     def forward(
@@ -118,10 +118,10 @@ class StageExecutor:
         for index, layer in enumerate(self._layers):
             upcoming = index + 1 if index + 1 < len(self._layers) else following
             self._fetch(index, upcoming)
-            if isinstance(layer, EmbeddingLayer):
+            if isinstance(layer, Embedding):
                 assert given.ids_T is not None
                 hidden = self._embed(record, index, given.ids_T)
-            elif isinstance(layer, HeadLayer):
+            elif isinstance(layer, Head):
                 assert hidden is not None
                 record.hidden_gradient = self._head(index, hidden, given)
                 if is_final:
@@ -143,9 +143,9 @@ class StageExecutor:
         hidden = given.hidden_1TE
         for index, layer in enumerate(self._layers):
             self._fetch(index, index + 1 if index + 1 < len(self._layers) else None)
-            if isinstance(layer, EmbeddingLayer):
+            if isinstance(layer, Embedding):
                 hidden = layer(given.ids_T)
-            elif isinstance(layer, HeadLayer):
+            elif isinstance(layer, Head):
                 assert hidden is not None and given.labels_T is not None
                 hidden = layer.token_losses(hidden, given.labels_T, self.loss_block_tokens)
                 if given.weights_T is not None:
@@ -216,7 +216,7 @@ class StageExecutor:
     def _head(self, index: int, hidden: torch.Tensor, given: ChunkInput) -> torch.Tensor:
         source = hidden.detach().requires_grad_()
         head = self._layers[index]
-        assert isinstance(head, HeadLayer) and given.labels_T is not None
+        assert isinstance(head, Head) and given.labels_T is not None
         loss = head.loss(
             source, given.labels_T, self.loss_scale, self.loss_block_tokens, given.weights_T
         )
@@ -236,7 +236,7 @@ class StageExecutor:
         return segment.source.grad
 
     def _recompute(self, context: ChunkContext, segment: _Segment) -> GradientEdge:
-        assert isinstance(self._layers[segment.layer], DecoderLayer)
+        assert isinstance(self._layers[segment.layer], Decoder)
         self.recomputed_layers += 1
         output = self._layers[segment.layer](segment.source.requires_grad_(), context)
         return get_gradient_edge(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ def initialize(
 ) -> tuple[InfiniPipeEngine, Any, Any, Any]:
     """Same arguments and return tuple as `deepspeed.initialize`.
 
-    `training_data` is a map-style dataset whose items have `input_ids`; its batches of
-    `train_batch_size` sequences are drawn as the section's `data` settings say. Returns engine,
+    `training_data` is a dataset whose items have `input_ids`. Of a map-style one, batches of
+    `train_batch_size` sequences are drawn as the section's `data` settings say; of an iterable one
+    they come in its order, which must be the same on every rank. `collate_fn` makes of a list of
+    items a list of samples, for example with `labels` and `loss_weights`. Returns engine,
     optimizer, training data loader and learning-rate scheduler. Raises ConfigError for arguments
     that mean nothing here and for a configuration other than the model's.
     """
@@ -71,9 +74,9 @@ def initialize(
         engine = _build_engine(
             model, derived, sequences_per_step(whole), optimizer, model_parameters, lr_scheduler
         )
-    loader = None
+    loader: Iterable[Any] | None = None
     if training_data is not None:
-        loader = StepLoader(training_data, engine, collate_fn)
+        loader = _make_loader(training_data, engine, collate_fn)
         engine.training_dataloader = loader
         engine.set_batches(loader)
         engine.check_longest(getattr(training_data, "lengths", ()))
@@ -135,8 +138,52 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for ids in self.sampler:
-            samples = [self._dataset[i] for i in ids]
-            yield samples if self._collate is None else self._collate(samples)
+            yield _collate(self._collate, [self._dataset[i] for i in ids])
+
+
+class StreamLoader:
+    """Batches of an iterable dataset in its own order, the same on every rank, until it ends.
+
+    It has no position to save, and its sequences' lengths are checked as they come.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        engine: InfiniPipeEngine,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._size = engine.sequences_per_step
+        self._drops_last = engine.settings.data.drop_last
+        self._collate = collate_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self._dataset)
+        while batch := list(itertools.islice(samples, self._size)):
+            if len(batch) == self._size or not self._drops_last:
+                yield _collate(self._collate, batch)
+
+
+def _make_loader(dataset: Any, engine: InfiniPipeEngine, collate_fn: Any) -> Iterable[Any]:
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return StepLoader(dataset, engine, collate_fn)
+    if hasattr(dataset, "__iter__"):
+        return StreamLoader(dataset, engine, collate_fn)
+    raise ConfigError(
+        f"training_data is {type(dataset).__name__}; give a dataset with __len__ and __getitem__, "
+        "or one with __iter__"
+    )
+
+
+def _collate(collate_fn: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Any:
+    batch = samples if collate_fn is None else collate_fn(samples)
+    if isinstance(batch, (Mapping, torch.Tensor)):
+        raise DataError(
+            f"collate_fn returned a {type(batch).__name__}; return a list of samples, each with "
+            "its own input_ids: sequences are packed without padding, so do not stack or pad them"
+        )
+    return batch
 
 
 def check_lengths(dataset: Any, max_length: int) -> None:

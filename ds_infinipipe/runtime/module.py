@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from ds_infinipipe.model.layers import (
     HeadLayer,
     hf_names,
 )
+from ds_infinipipe.model.protocol import OwnLayers
 from ds_infinipipe.model.weights import check_weights, init_parameter, load_weights
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
@@ -59,11 +60,16 @@ class InfiniPipeModule(PipelineModule):
     `config` is the DeepSpeed JSON (path or dictionary) with its `"infinipipe"` section, which names
     the model and the layout. Layer 0 is the embedding, then the decoder layers, then the head
     (final norm, lm_head and loss). `dtype` overrides the training dtype for exactness checks;
-    float64 needs ZeRO stage 0. Raises ConfigError on every rank where model and layout do not fit.
+    float64 needs ZeRO stage 0. `layers` replaces the Hugging Face layers, see `model.protocol`.
+    Raises ConfigError on every rank where model and layout do not fit.
     """
 
     def __init__(
-        self, config: str | Path | Mapping[str, Any], *, dtype: torch.dtype | None = None
+        self,
+        config: str | Path | Mapping[str, Any],
+        *,
+        dtype: torch.dtype | None = None,
+        layers: OwnLayers | None = None,
     ) -> None:
         self.settings = InfiniPipeConfig.from_deepspeed(config)
         init_distributed(self.settings.runtime.timeout_s)
@@ -83,19 +89,40 @@ class InfiniPipeModule(PipelineModule):
         )
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
-        specs = [LayerSpec(EmbeddingLayer, self.hf_config)]
-        model = self.settings.model
-        specs += [
-            LayerSpec(DecoderLayer, self.hf_config, i, fp8=model.fp8, compiled=model.compile)
-            for i in range(self.spec.num_layers)
-        ]
-        specs.append(LayerSpec(HeadLayer, self.hf_config, self.settings.runtime.cross_entropy))
+        specs = self._hf_specs() if layers is None else self._own_specs(layers)
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         # the base class prints its partition
         with refusing("building the model"), contextlib.redirect_stdout(io.StringIO()):
             super().__init__(specs, topology=topology)
         self._mark_parameters()
         self._fill_parameters()
+
+    def _hf_specs(self) -> list[LayerSpec]:
+        model, runtime = self.settings.model, self.settings.runtime
+        decoders = [
+            LayerSpec(DecoderLayer, self.hf_config, i, fp8=model.fp8, compiled=model.compile)
+            for i in range(self.spec.num_layers)
+        ]
+        head = LayerSpec(HeadLayer, self.hf_config, runtime.cross_entropy)
+        return [LayerSpec(EmbeddingLayer, self.hf_config), *decoders, head]
+
+    def _own_specs(self, layers: OwnLayers) -> list[LayerSpec]:
+        model = self.settings.model
+        if model.fp8 != "off" or model.compile:
+            raise ConfigError(
+                f"infinipipe.model.fp8 is {model.fp8!r} and compile {model.compile}, which change "
+                "the Hugging Face layers: leave both off with layers of your own"
+            )
+        decoders = [
+            _OwnSpec(layers.make_decoder, self.hf_config, i) for i in range(self.spec.num_layers)
+        ]
+        embedding = _OwnSpec(layers.make_embedding, self.hf_config)
+        specs = [embedding, *decoders, _OwnSpec(layers.make_head, self.hf_config)]
+        # one of each on every rank, without memory: peers of a stage that fails alone would wait
+        with torch.device("meta"):
+            for spec in (specs[0], specs[1], specs[-1]):
+                spec.build()
+        return specs
 
     def _choose_kernels(self) -> str:
         model = self.settings.model
@@ -224,6 +251,17 @@ class InfiniPipeModule(PipelineModule):
             return
         for name, tensor in load_weights(folder, {n: _full_shape(p) for n, p in named.items()}):
             named[name].data.copy_(tensor)
+
+
+class _OwnSpec(LayerSpec):
+    """A layer made by a function; DeepSpeed's own spec takes classes only."""
+
+    def __init__(self, make: Callable[..., torch.nn.Module], *args: Any) -> None:
+        super().__init__(torch.nn.Module, *args)
+        self._make = make
+
+    def build(self, log: bool = False) -> torch.nn.Module:
+        return self._make(*self.module_args)
 
 
 def _named(layer: Any) -> dict[str, torch.nn.Parameter]:

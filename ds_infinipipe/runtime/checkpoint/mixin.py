@@ -245,7 +245,7 @@ class CheckpointMixin:
                 logger.warning(
                     "the position in the data is not restored, as %s: go on behind the %d "
                     "sequences that were trained",
-                    "this run was given no training_data" if sampler is None else "none was saved",
+                    "this run's data has no position" if sampler is None else "none was saved",
                     manifest.global_samples,
                 )
             return
