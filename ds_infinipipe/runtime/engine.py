@@ -149,7 +149,11 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         loss: torch.Tensor = super().train_batch()
         self.report = self._make_report(plan, planning, time.perf_counter() - started)
         if self.global_rank == 0 and self.monitor.enabled:
-            self.monitor.write_events(step_events(self.report, plan, self.global_samples, None))
+            counters = {"skipped_steps": float(self.skipped_steps)}
+            if self.loss_scaler is not None:
+                counters["loss_scale"] = float(self.loss_scaler.cur_scale)
+            events = step_events(self.report, plan, self.global_samples, None, counters)
+            self.monitor.write_events(events)
         self._step = None
         return loss
 

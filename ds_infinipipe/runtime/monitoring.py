@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ds_infinipipe.planner.flops import step_flops
 from ds_infinipipe.planner.types import Plan
 from ds_infinipipe.runtime.report import StepReport
@@ -23,9 +25,13 @@ def utilisation(plan: Plan, elapsed_s: float) -> tuple[float, float]:
 
 
 def step_events(
-    report: StepReport, plan: Plan, num_samples: int, peak_bytes: int | None
+    report: StepReport,
+    plan: Plan,
+    num_samples: int,
+    peak_bytes: int | None,
+    counters: Mapping[str, float],
 ) -> list[tuple[str, float, int]]:
-    """(tag, value, samples) for `monitor.write_events`."""
+    """(tag, value, samples) for `monitor.write_events`; `counters` are the engine's, by tag."""
     model_share, hardware_share = utilisation(plan, report.elapsed_s)
     chunks = sum(report.chunks.values())
     decoder_passes = max(1, plan.model.num_layers * chunks)
@@ -48,6 +54,7 @@ def step_events(
         "planning_s": report.solve_s,
         "planning_wait_s": report.planning_wait_s,
         "predicted_peak_gib": max(plan.predicted.peak_bytes) / 2**30,
+        **counters,
     }
     if peak_bytes is not None:
         values["peak_gib"] = peak_bytes / 2**30

@@ -24,6 +24,8 @@ _CASE = Case("llama", 2, 1, fp16=True, tied=True, num_layers=2, clip=0.1)
 def _build(case: Case, folder: str = "", **fp16: Any) -> InfiniPipeEngine:
     checkpoint_cases.quiet()
     config = selftest.make_config(case)
+    if folder:
+        config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "csv"}
     config["fp16"].update(fp16)
     config["infinipipe"]["training"] = {"failure_dir": folder, "on_nonfinite": "skip"}
     return selftest.engine_from_config(config, case.dtype)
@@ -105,8 +107,11 @@ def test_an_overflow_at_the_smallest_scale_and_a_bad_loss_are_for_the_nonfinite_
 ) -> None:
     for scales in run_ranks(_incurable, 2, str(tmp_path), timeout=90.0):
         assert scales == [16.0, 8.0, 8.0, 8.0]  # the first overflow is forgiven: hysteresis 2
-    handled = {path.stem for path in tmp_path.iterdir()}
+    handled = {path.stem for path in tmp_path.glob("step-*")}
     assert handled == {"step-000003-replica-0", "step-000004-replica-0"}
+    for tag, last in (("loss_scale", 8.0), ("skipped_steps", 4.0)):
+        rows = (tmp_path / "csv" / f"Train_InfiniPipe_{tag}.csv").read_text().split()
+        assert float(rows[-1].split(",")[-1]) == last
 
 
 def _resume(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[str], bool]:

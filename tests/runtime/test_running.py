@@ -186,7 +186,7 @@ def _monitored(rank: int, folder: str) -> None:
 def test_deepspeeds_csv_monitor_receives_the_steps_figures(tmp_path: Path) -> None:
     run_ranks(_monitored, 2, str(tmp_path), timeout=90.0)
     names = {p.name for p in (tmp_path / "job").glob("*.csv")}
-    for tag in ("loss", "tokens_per_s", "bubble_ratio", "model_flops_utilisation"):
+    for tag in ("loss", "tokens_per_s", "bubble_ratio", "model_flops_utilisation", "skipped_steps"):
         assert f"Train_InfiniPipe_{tag}.csv" in names
     rows = list(csv.reader((tmp_path / "job" / "Train_InfiniPipe_loss.csv").open()))
     assert len(rows) == 3  # a heading and two steps
