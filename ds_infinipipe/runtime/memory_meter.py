@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -129,7 +130,7 @@ class MemoryMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
+            if _has_memory(leaf) and leaf.untyped_storage()._cdata not in self._known:
                 self._register(leaf, _kind_of_caller())
         return result
 
@@ -173,5 +174,11 @@ def live_tensor_bytes() -> int:
 
 def _live_tensors() -> list[Tensor]:
     gc.collect()
-    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    return [t for t in found if t.layout is torch.strided and t.device.type != "meta"]
+    return [o for o in gc.get_objects() if _has_memory(o)]
+
+
+def _has_memory(value: Any) -> bool:
+    """False for all but tensors, and for those that torch.compile traces with, of symbolic size."""
+    if not issubclass(type(value), Tensor) or issubclass(type(value), FakeTensor):
+        return False
+    return bool(value.layout is torch.strided and value.device.type != "meta")
