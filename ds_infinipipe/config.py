@@ -34,6 +34,7 @@ __all__ = [
     "ModelSettings",
     "ParallelSettings",
     "PlanningSettings",
+    "RecoverySettings",
     "RuntimeSettings",
     "TrainingSettings",
     "derive_deepspeed_config",
@@ -265,6 +266,25 @@ class RuntimeSettings(_Section):
     """Seconds at one instruction after which a rank says where it stalls. Default 60."""
 
 
+class RecoverySettings(_Section):
+    """What happens when a rank runs out of memory in a step."""
+
+    enabled: bool | Literal["auto"] = "auto"
+    """Plan the step anew under a smaller memory limit and repeat it; else the run ends. "auto"
+    (default): on CUDA."""
+
+    max_repeats: int = Field(default=4, ge=1, le=100)
+    """Times one step is repeated before the run ends. Default 4."""
+
+    reduction: float = Field(default=0.85, gt=0.0, lt=1.0)
+    """The new limit, as a share of the peak predicted where memory ran out. Later steps keep to it
+    too, but for a batch that does not fit in it. Default 0.85."""
+
+    def is_enabled(self, device_type: str) -> bool:
+        """`enabled`, decided for a device."""
+        return device_type == "cuda" if self.enabled == "auto" else self.enabled
+
+
 class DebugSettings(_Section):
     """What helps to find a fault; all off by default."""
 
@@ -297,6 +317,7 @@ class InfiniPipeConfig(_Section):
     training: TrainingSettings = TrainingSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     runtime: RuntimeSettings = RuntimeSettings()
+    recovery: RecoverySettings = RecoverySettings()
     debug: DebugSettings = DebugSettings()
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ __all__ = [
     "InfeasiblePlanError",
     "InfiniPipeError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PeerTimeoutError",
     "PlanMismatchError",
     "ScheduleError",
@@ -39,6 +40,12 @@ class CheckpointError(InfiniPipeError):
 
 class InfeasiblePlanError(InfiniPipeError):
     """No plan fits the memory limit, even with every layer recomputed."""
+
+    exit_code = 3
+
+
+class OutOfMemoryError(InfiniPipeError):
+    """A rank ran out of memory in a step that is not, or no longer, planned anew."""
 
     exit_code = 3
 

@@ -22,7 +22,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_infinipipe.config import InfiniPipeConfig
-from ds_infinipipe.errors import InfiniPipeError, PeerTimeoutError
+from ds_infinipipe.errors import InfiniPipeError
 from ds_infinipipe.model.hf import make_rotary, max_positions
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
@@ -30,11 +30,7 @@ from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
-from ds_infinipipe.runtime.faults import (
-    is_peer_failure,
-    naming_peer_failures,
-    transport_reason,
-)
+from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.kernels import choose_kernels
 from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
@@ -43,11 +39,12 @@ from ds_infinipipe.runtime.monitoring import step_events
 from ds_infinipipe.runtime.optimizer_step import OptimizerStepMixin
 from ds_infinipipe.runtime.p2p import Channels
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
+from ds_infinipipe.runtime.recovery import Recovery
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
 from ds_infinipipe.runtime.step import StepState
 from ds_infinipipe.runtime.surface import lifted_refusals
-from ds_infinipipe.runtime.watchdog import Activity, Watchdog
+from ds_infinipipe.runtime.watchdog import Watchdog, current_activity
 
 __all__ = ["InfiniPipeEngine"]
 
@@ -90,12 +87,13 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
             is_synchronous=self.settings.debug.synchronous,
         )
         self._plans = self._make_plan_service()
+        self.recovery = Recovery(self)
         self._feed: BatchFeed[_Shared] | None = None
         self._step: StepState | None = None
         self._calibration = TimeCalibration()
         self._wants_stop = False
         self.stop_requested = False
-        self._watchdog = Watchdog(self._activity, self.settings.runtime.watchdog_s)
+        self._watchdog = Watchdog(lambda: current_activity(self), self.settings.runtime.watchdog_s)
         self.before_step_hooks: list[Callable[[InfiniPipeEngine], None]] = []
         self.report: StepReport | None = None
         self.plan: Plan | None = None
@@ -138,21 +136,19 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         """Execute a given plan on a given batch, for example one read back from a file.
 
         With replicas `batch` is this replica's share and `whole` the step's whole batch, over whose
-        labels the loss is averaged.
+        labels the loss is averaged. A step that runs out of memory is planned anew, see `recovery`.
         """
         self.plan, self.batch = plan, batch
-        self._step = StepState(self, plan, batch)
         self._whole_batch = batch if whole is None else whole
-        self.sharding.keeps_gathered = plan.keeps_gathered
-        self.executor.begin_step(1.0 / self._whole_batch.label_weight, plan.loss_block_tokens)
         started = time.perf_counter()
-        loss: torch.Tensor = super().train_batch()
-        self.report = self._make_report(plan, planning, time.perf_counter() - started)
+        with self.recovery.explaining():
+            loss: torch.Tensor = super().train_batch()
+        self.report = self._make_report(planning, time.perf_counter() - started)
         if self.global_rank == 0 and self.monitor.enabled:
             counters = {"skipped_steps": float(self.skipped_steps)}
             if self.loss_scaler is not None:
                 counters["loss_scale"] = float(self.loss_scaler.cur_scale)
-            events = step_events(self.report, plan, self.global_samples, None, counters)
+            events = step_events(self.report, self.plan, self.global_samples, None, counters)
             self.monitor.write_events(events)
         self._step = None
         return loss
@@ -166,7 +162,9 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         members = self.replica_members(batch)
         share = batch.select(members)
         plan, _planning = self._plans.plan_for(share.lengths, aside=True)
-        self.evaluation = run_evaluation(self, plan, share, batch, members)
+        self.evaluation = self.recovery.run(
+            plan, share.lengths, lambda plan: run_evaluation(self, plan, share, batch, members)
+        )
         return torch.tensor(self.evaluation.loss, dtype=torch.float64)
 
     def execute_evaluation(self, step: StepState) -> None:
@@ -175,7 +173,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.sharding.keeps_gathered = step.plan.keeps_gathered
         self.module.eval()
         forward = schedule.EvaluateChunk
-        self._exec_schedule(schedule.PlanSchedule(step.plan, self.stage_id, forward))
+        super()._exec_schedule(schedule.PlanSchedule(step.plan, self.stage_id, forward))
         self.channels.drain()
         step.check_complete()
         self.sharding.release_all()
@@ -193,15 +191,21 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         return self.planning_task.share(batch.lengths)[self.grid.replica]
 
     def _train_schedule(self) -> schedule.PlanSchedule:
-        assert self._step is not None
-        return schedule.PlanSchedule(self._step.plan, self.stage_id)
+        assert self.plan is not None
+        return schedule.PlanSchedule(self.plan, self.stage_id)
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        try:
-            super()._exec_schedule(pipe_schedule)
-        except Exception as error:
-            self._abandon_step(error)
-            raise
+    def _exec_schedule(self, _: Any) -> None:
+        assert self.plan is not None and self.batch is not None
+        self.recovery.run(self.plan, self.batch.lengths, self._attempt)
+
+    def _attempt(self, plan: Plan) -> None:
+        """The batch under a plan, up to and with the optimizer's step."""
+        assert self.batch is not None
+        self.plan = plan
+        self._step = StepState(self, plan, self.batch)
+        self.sharding.keeps_gathered = plan.keeps_gathered
+        self.executor.begin_step(1.0 / self._whole_batch.label_weight, plan.loss_block_tokens)
+        super()._exec_schedule(self._train_schedule())
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Sum of the last stage's token losses, and what the ranks measured, in one all-reduce."""
@@ -241,18 +245,10 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         layers = (self.executor.entry_layer(op) for op in ops)
         return next((layer for layer in layers if layer is not None), None)
 
-    def _activity(self) -> Activity | None:
-        step = self._step
-        return None if step is None else Activity(self._whereabouts(step), step.entered_s)
-
-    def _whereabouts(self, step: StepState) -> str:
-        neighbours = self.channels.neighbours(self.global_rank)
-        return (
-            f"rank {self.global_rank} (stage {self.stage_id}, sp rank {self.sp_rank}) at "
-            f"instruction {step.position} '{step.instruction}' of step {self.global_steps + 1}; "
-            f"its neighbours in the pipeline are ranks {neighbours}, its stage is ranks "
-            f"{self.grid.sequence_ranks}"
-        )
+    @property
+    def step_state(self) -> StepState | None:
+        """The step or evaluation under way."""
+        return self._step
 
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -322,50 +318,47 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
 
     # ---- numbers
 
-    def _make_report(
-        self, plan: Plan, planning: PlanningReport | None, elapsed_s: float
-    ) -> StepReport:
+    def _make_report(self, planning: PlanningReport | None, elapsed_s: float) -> StepReport:
+        assert self.plan is not None
         loss, busy_s, recomputed, _ = self._totals
         report = StepReport.build(
             step=self.global_steps,
             loss=loss,
             grad_norm=float(self.get_global_grad_norm() or 0.0),
-            plan=plan,
+            plan=self.plan,
             batch=self._whole_batch,
             planning=planning,
             elapsed_s=elapsed_s,
             busy_share=busy_s / (dist.get_world_size() * elapsed_s),
             recomputed_layers=round(recomputed / self.sp_size),
             calibration=self._calibration.factor,
+            repeats=self.recovery.repeats,
         )
-        self._calibration.add(plan.predicted.step_time_s, elapsed_s)
+        if not report.repeats:
+            self._calibration.add(self.plan.predicted.step_time_s, elapsed_s)
         return report
 
     # ---- errors and the end
 
-    def _abandon_step(self, error: Exception) -> None:
-        """Drop the step's tensors; turn a transport error into one that says where it happened."""
-        step = self._step
-        assert step is not None
-        where = self._whereabouts(step)
+    def abandon_step(self) -> None:
+        """Drop the tensors of the step under way."""
         self._step = None
         self.executor.abandon()
         self.channels.abandon()
-        if isinstance(error, PeerTimeoutError):
-            reason = str(error)
-        elif is_peer_failure(error):
-            peers = [r for r in self.grid.sequence_ranks if r != self.global_rank]
-            reason = f"in a collective with ranks {peers}: {transport_reason(error)}"
-        else:
-            if not isinstance(error, InfiniPipeError):
-                logger.error("%s: %s", where, error)
-            return
-        raise PeerTimeoutError(
-            f"{reason}. This is {where}; look at the first rank that failed"
-        ) from error
+
+    def plan_within(
+        self, limit_bytes: int, lengths: Sequence[int], at_most_bytes: int | None
+    ) -> Plan:
+        """Plan within a smaller limit from now on, this batch at once; a collective.
+
+        What does not fit in it may take `at_most_bytes`, or the configured limit.
+        """
+        self.planning_task = self._plans.tighten(limit_bytes)
+        return self._plans.plan_for(lengths, aside=True, at_most_bytes=at_most_bytes)[0]
 
     def close(self) -> None:
-        """End the planning worker and the watchdog."""
+        """End the planning worker and the threads that watch."""
         self._watchdog.stop()
+        self.recovery.close()
         self._plans.close()
         self._saver.close()

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 
 from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
+from ds_infinipipe.runtime.faults import check_all_took_part
 from ds_infinipipe.runtime.step import StepState
 
 if TYPE_CHECKING:
@@ -86,14 +87,17 @@ def run_evaluation(
     step = StepState(engine, forward_only(plan), share)
     engine.executor.loss_block_tokens = plan.loss_block_tokens
     engine.execute_evaluation(step)
-    totals = torch.zeros(len(whole.ids), dtype=torch.float64)
+    totals = torch.zeros(len(whole.ids) + 1, dtype=torch.float64)
+    totals[-1] = 1.0
     totals.index_add_(0, torch.tensor(list(members), dtype=torch.int64), step.sequence_losses)
     totals = totals.to(engine.device)
     dist.all_reduce(totals)
+    losses = totals.tolist()
+    check_all_took_part(losses.pop(), "evaluation")
     labels = tuple(int(np.count_nonzero(row != IGNORE_INDEX)) for row in whole.labels)
     return EvaluationReport(
-        loss=float(totals.sum()) / whole.label_weight,
+        loss=math.fsum(losses) / whole.label_weight,
         lengths=whole.lengths,
         labels=labels,
-        sequence_losses=tuple(totals.tolist()),
+        sequence_losses=tuple(losses),
     )

@@ -185,6 +185,7 @@ class StageExecutor:
     def abandon(self) -> None:
         """Drop everything in flight after an error."""
         self._in_flight.clear()
+        self._losses.clear()
 
     def _fetch(self, index: int, following: int | None) -> None:
         self._sharding.fetch(index)

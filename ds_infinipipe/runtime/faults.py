@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as torch_dist
+
 from ds_infinipipe.errors import PeerTimeoutError
 
-__all__ = ["is_peer_failure", "naming_peer_failures", "transport_reason"]
+__all__ = ["check_all_took_part", "is_peer_failure", "naming_peer_failures", "transport_reason"]
 
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "store")
 
@@ -43,3 +45,15 @@ def naming_peer_failures(what: str) -> Iterator[None]:
             f"{what} failed: {transport_reason(error)}. Another rank ended or did not answer in "
             "time; look at the first rank that failed"
         ) from error
+
+
+def check_all_took_part(count: float, what: str) -> None:
+    """Raise PeerTimeoutError unless `count`, a sum of ones over all ranks, is their number.
+
+    A kernel of NCCL that is aborted ends like one that is done, and leaves anything behind.
+    """
+    if count != torch_dist.get_world_size():
+        raise PeerTimeoutError(
+            f"the ranks did not end the {what} together, another one failed before: their count "
+            f"is {count:g} instead of {torch_dist.get_world_size()}"
+        )

@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_infinipipe.errors import NonFiniteError
+from ds_infinipipe.runtime.faults import check_all_took_part
 from ds_infinipipe.runtime.loss_scale import is_exhausted
 from ds_infinipipe.runtime.record import save_step
 
@@ -33,9 +34,11 @@ def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     """
     loss_is_finite = math.isfinite(engine.executor.loss_sum)
     bad = not loss_is_finite or not engine.sharding.gradients_are_finite()
-    votes = torch.tensor([float(bad), float(not loss_is_finite)], device=engine.device)
+    votes = torch.tensor([float(bad), float(not loss_is_finite), 1.0], device=engine.device)
     dist.all_reduce(votes)
-    num_bad, num_bad_losses = (round(vote) for vote in votes.tolist())
+    num_bad, num_bad_losses, num_ranks = (round(vote) for vote in votes.tolist())
+    check_all_took_part(num_ranks, "step")
+    step.is_committed = True
     if not num_bad:
         return True
     scaler = engine.loss_scaler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -48,6 +49,9 @@ def init_distributed(timeout_s: float) -> None:
     """Join the process group of the launcher, each operation on it limited to `timeout_s`."""
     check_surface()
     skip_shared_memory_build()
+    # NCCL's watchdog would end the process before it could say what failed, or repeat the step;
+    # 2 is "abort the communicators"
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     # DeepSpeed calls collectives by names that torch has begun to rename
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with naming_peer_failures("joining the process group"):

@@ -54,6 +54,8 @@ def step_events(
         "planning_s": report.solve_s,
         "planning_wait_s": report.planning_wait_s,
         "predicted_peak_gib": max(plan.predicted.peak_bytes) / 2**30,
+        "memory_limit_gib": report.memory_limit_gib,
+        "out_of_memory_repeats": report.repeats,
         **counters,
     }
     if peak_bytes is not None:

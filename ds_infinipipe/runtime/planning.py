@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from ds_infinipipe import errors
-from ds_infinipipe.errors import InfiniPipeError, PlanMismatchError
+from ds_infinipipe.errors import InfeasiblePlanError, InfiniPipeError, PlanMismatchError
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.replicas import idle_plan, split_batch
 from ds_infinipipe.planner.search import plan_batch
@@ -37,6 +37,7 @@ __all__ = ["PlanService", "PlanWorker", "PlanningReport", "PlanningTask"]
 
 logger = logging.getLogger(__name__)
 
+_GIB = 2**30
 WORKER_COMMAND = (sys.executable, "-m", "ds_infinipipe.planner.worker")
 
 
@@ -51,6 +52,16 @@ class PlanningTask:
     zero_stage: int
     deadline_s: float | None = None
     """Bound on solving in this process, where no worker can be given up."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory that plans may use."""
+        return self.settings.memory_limit_bytes(self.cluster)
+
+    def within(self, limit_bytes: int) -> PlanningTask:
+        """The same task under another limit."""
+        settings = self.settings.model_copy(update={"memory_limit_gib": limit_bytes / _GIB})
+        return replace(self, settings=settings)
 
     def request(self, number: int, lengths: Sequence[int]) -> str:
         """One line for the worker."""
@@ -200,7 +211,7 @@ class PlanService:
         deadline_s: float = 30.0,
         worker: PlanWorker | None = None,
     ) -> None:
-        self._task = task
+        self._task = self._configured = task
         self._pg = pg
         self._solver = solver
         self._control_pg = control_pg
@@ -221,25 +232,29 @@ class PlanService:
             self._worker.stop()
 
     def plan_for(
-        self, lengths: Sequence[int], *, aside: bool = False
+        self, lengths: Sequence[int], *, aside: bool = False, at_most_bytes: int | None = None
     ) -> tuple[Plan, PlanningReport]:
         """The plan of this replica's batch, a collective over all ranks.
 
-        `aside` leaves the plan that is being solved ahead alone, for an evaluation in between.
+        `aside` leaves the plan that is being solved ahead alone, for an evaluation in between. What
+        does not fit in the limit set by `tighten` is planned within `at_most_bytes`, by default the
+        limit there was before.
 
         Raises what the planner raised, on every rank of every replica, and PlanMismatchError where
         a rank's batch is not the one that was planned.
         """
         with naming_peer_failures("exchanging a plan"):
             if self._control_pg is None:
-                return self._plan_replica(tuple(lengths), aside)
+                return self._plan_replica(tuple(lengths), aside, at_most_bytes)
             with raise_together("planning", self._control_pg):
-                return self._plan_replica(tuple(lengths), aside)
+                return self._plan_replica(tuple(lengths), aside, at_most_bytes)
 
-    def _plan_replica(self, lengths: tuple[int, ...], aside: bool) -> tuple[Plan, PlanningReport]:
+    def _plan_replica(
+        self, lengths: tuple[int, ...], aside: bool, at_most_bytes: int | None
+    ) -> tuple[Plan, PlanningReport]:
         if not lengths:
             return self._task.idle(), PlanningReport(0.0, 0.0)
-        payload = self._solve(lengths, aside) if self._is_solver else None
+        payload = self._solve(lengths, aside, at_most_bytes) if self._is_solver else None
         answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
             raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
@@ -250,12 +265,24 @@ class PlanService:
         )
         return plan, report
 
+    def tighten(self, limit_bytes: int) -> PlanningTask:
+        """Plan within a smaller limit from now on; what is solved ahead is started again."""
+        if limit_bytes < self._task.limit_bytes:
+            self._task = self._task.within(limit_bytes)
+            pending = self._pending
+            if self._worker is not None and pending is not None:
+                self._worker.stop()
+                self.submit(pending)
+        return self._task
+
     def close(self) -> None:
         """End the worker."""
         if self._worker is not None:
             self._worker.stop()
 
-    def _solve(self, lengths: tuple[int, ...], aside: bool) -> dict[str, Any]:
+    def _solve(
+        self, lengths: tuple[int, ...], aside: bool, at_most_bytes: int | None
+    ) -> dict[str, Any]:
         started = time.perf_counter()
         pending = None
         if not aside:
@@ -267,7 +294,11 @@ class PlanService:
             was_ahead = answer is not None
             is_fallback = answer is None
         if answer is None:
-            answer = self._solve_here(lengths, greedy=is_fallback)
+            answer = _solve_here(self._task, lengths, greedy=is_fallback)
+        if answer.get("error_type") == InfeasiblePlanError.__name__:
+            most = self._configured if at_most_bytes is None else self._task.within(at_most_bytes)
+            if most.limit_bytes > self._task.limit_bytes:
+                answer = _solve_here(most, lengths, greedy=is_fallback)
         waited_s = time.perf_counter() - started
         return {
             **answer,
@@ -293,13 +324,6 @@ class PlanService:
             return None
         return answer
 
-    def _solve_here(self, lengths: tuple[int, ...], *, greedy: bool) -> dict[str, Any]:
-        try:
-            plan = self._task.solve(lengths, greedy=greedy)
-        except InfiniPipeError as error:
-            return {"ok": False, "error_type": type(error).__name__, "message": str(error)}
-        return {"ok": True, "plan": plan.to_json()}
-
     def _compare(self, plan: Plan, lengths: tuple[int, ...]) -> None:
         differs = torch.tensor([int(plan.lengths != lengths)])
         torch_dist.all_reduce(differs, group=self._pg)
@@ -310,6 +334,14 @@ class PlanService:
                 "tokens): every rank must read the same sequences in the same order; check seeds "
                 "and samplers"
             )
+
+
+def _solve_here(task: PlanningTask, lengths: tuple[int, ...], *, greedy: bool) -> dict[str, Any]:
+    try:
+        plan = task.solve(lengths, greedy=greedy)
+    except InfiniPipeError as error:
+        return {"ok": False, "error_type": type(error).__name__, "message": str(error)}
+    return {"ok": True, "plan": plan.to_json()}
 
 
 def _broadcast_json(payload: dict[str, Any] | None, source: int, pg: Any) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class StepReport:
     planning_wait_s: float
     planning_fallback: bool
     planning_ahead: bool
+    memory_limit_gib: float = 0.0
+    repeats: int = 0
+    """How often the step was started again because a rank ran out of memory."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,6 +78,7 @@ class StepReport:
         busy_share: float,
         recomputed_layers: int,
         calibration: float,
+        repeats: int = 0,
     ) -> StepReport:
         """`busy_share` is the share of rank-seconds spent computing; the rest is bubble."""
         kinds = Counter(chunk.kind for chunk in plan.chunks)
@@ -99,6 +103,8 @@ class StepReport:
             planning_wait_s=planning.waited_s,
             planning_fallback=planning.is_fallback,
             planning_ahead=planning.was_ahead,
+            memory_limit_gib=plan.memory_limit_bytes / 2**30,
+            repeats=repeats,
         )
 
     def line(self) -> str:
@@ -111,8 +117,14 @@ class StepReport:
             f"in {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} | "
             f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
             f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "
-            f"{self.predicted_bubble_ratio:.0%}) | {self._planning()}"
+            f"{self.predicted_bubble_ratio:.0%}) | {self._planning()}{self._memory()}"
         )
+
+    def _memory(self) -> str:
+        if not self.repeats:
+            return ""
+        times = "once" if self.repeats == 1 else f"{self.repeats} times"
+        return f" | out of memory {times}, then planned within {self.memory_limit_gib:.4g} GiB"
 
     def _planning(self) -> str:
         if self.planning_fallback:

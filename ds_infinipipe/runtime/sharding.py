@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.utils import safe_get_full_grad
 
 from ds_infinipipe.runtime.gradient_sum import (
@@ -26,6 +26,7 @@ from ds_infinipipe.runtime.gradient_sum import (
     sum_hosted,
 )
 from ds_infinipipe.runtime.surface import (
+    abandon_zero3_step,
     check_zero3_optimizer,
     gradient_partition,
     hand_over_gradients,
@@ -52,6 +53,10 @@ class Sharding(Protocol):
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
+
+    def abandon(self) -> None:
+        """After an error, with no peer left that answers: forget the step's gradients and whatever
+        was gathered."""
 
     def prefetch(self, layer: int) -> None:
         """Start to gather a layer's parameters."""
@@ -136,6 +141,16 @@ class Zero3Sharding:
         self._optimizer._epilogue_ran_this_backward = False
         if self._sum is not None:
             self._sum.begin_step()
+
+    def abandon(self) -> None:
+        self._in_flight.clear()
+        if self._sum is not None:
+            self._sum.abandon()
+        abandon_zero3_step(self._optimizer)
+        for parameter in itertools.chain.from_iterable(self._layers):
+            parameter.grad = None
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT or not parameter.ds_persist:
+                free_param(parameter)
 
     def prefetch(self, layer: int) -> None:
         if not self.is_synchronous:
@@ -245,6 +260,10 @@ class ReplicatedSharding:
         self._sum.begin_step()
         for parameter in self._parameters():
             parameter.grad = None
+
+    def abandon(self) -> None:
+        self._sum.abandon()
+        self.begin_step()
 
     def prefetch(self, layer: int) -> None:
         """Parameters are always here."""

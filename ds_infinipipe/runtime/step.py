@@ -38,6 +38,7 @@ class StepState:
         self.position = -1
         self.entered_s = time.monotonic()
         self.instruction: Instruction | None = None
+        self.is_committed = False  # all ranks have agreed what to do with the gradients
         self._arenas: dict[int, SequenceArena] = {}
         stream = plan.streams[engine.stage_id]
         self._final_positions = {

@@ -24,12 +24,14 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from packaging.version import Version
+from torch.distributed import distributed_c10d
 
 from ds_infinipipe.errors import ConfigError
 
 __all__ = [
     "SUPPORTED_DEEPSPEED",
     "SUPPORTED_TORCH",
+    "abandon_zero3_step",
     "check_fp16_optimizer",
     "check_surface",
     "check_zero3_optimizer",
@@ -66,9 +68,20 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     ),
     DeepSpeedZeRoOffload: ("_remove_module_hooks",),
     pipe_engine: ("ZeroStageEnum",),
-    partition_parameters: ("ZeroParamStatus", "GatheredParameters"),
     FP16_UnfusedOptimizer: ("refresh_fp32_params",),
     type(get_accelerator()): ("is_fp16_supported",),
+    partition_parameters: ("ZeroParamStatus", "GatheredParameters", "free_param"),
+}
+
+_TORCH_SURFACE: dict[Any, tuple[str, ...]] = {
+    distributed_c10d: ("_get_default_store", "_world"),
+    distributed_c10d.ProcessGroup: (
+        "BackendType",
+        "_device_types",
+        "_get_backend",
+        "_register_backend",
+    ),
+    distributed_c10d.PrefixStore: ("_underlying_non_prefix_store", "clone"),
 }
 
 _OPTIMIZER_ATTRIBUTES = (
@@ -91,13 +104,8 @@ def check_surface() -> None:
     """Raise ConfigError where torch or DeepSpeed is out of range or lacks a name we rely on."""
     _check_version("deepspeed", deepspeed.__version__, SUPPORTED_DEEPSPEED)
     _check_version("torch", torch.__version__, SUPPORTED_TORCH)
-    missing = [
-        f"{getattr(owner, '__name__', owner)}.{name}"
-        for owner, names in _CLASS_SURFACE.items()
-        for name in names
-        if not hasattr(owner, name)
-    ]
-    _refuse_missing(missing)
+    _refuse_missing(_missing(_CLASS_SURFACE))
+    _refuse_missing(_missing(_TORCH_SURFACE), "torch", torch.__version__, SUPPORTED_TORCH)
 
 
 def check_zero3_optimizer(optimizer: Any) -> None:
@@ -165,12 +173,32 @@ def _check_version(package: str, version: str, supported: tuple[str, str]) -> No
         )
 
 
-def _refuse_missing(missing: list[str]) -> None:
+def _missing(surface: dict[Any, tuple[str, ...]]) -> list[str]:
+    return [
+        f"{getattr(owner, '__name__', owner)}.{name}"
+        for owner, names in surface.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
+
+
+def _refuse_missing(
+    missing: list[str],
+    package: str = "deepspeed",
+    version: str = deepspeed.__version__,
+    supported: tuple[str, str] = SUPPORTED_DEEPSPEED,
+) -> None:
     if missing:
         raise ConfigError(
-            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}, which ds_infinipipe "
-            f"builds on; use deepspeed >= {SUPPORTED_DEEPSPEED[0]}, < {SUPPORTED_DEEPSPEED[1]}"
+            f"{package} {version} lacks {', '.join(missing)}, which ds_infinipipe builds on; use "
+            f"{package} >= {supported[0]}, < {supported[1]}"
         )
+
+
+def abandon_zero3_step(optimizer: Any) -> None:
+    """Empty the stage-3 optimizer's buckets of gradients that were never reduced."""
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear_params()
 
 
 @contextlib.contextmanager

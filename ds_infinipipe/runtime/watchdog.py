@@ -7,8 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["Activity", "Watchdog"]
+if TYPE_CHECKING:
+    from ds_infinipipe.runtime.engine import InfiniPipeEngine
+
+__all__ = ["Activity", "Watchdog", "current_activity", "whereabouts"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +23,26 @@ class Activity:
 
     text: str
     since_s: float
+
+
+def whereabouts(engine: InfiniPipeEngine) -> str:
+    """A rank, its neighbours and its instruction, for an error or a warning."""
+    step = engine.step_state
+    place = "" if step is None else f"instruction {step.position} '{step.instruction}' of "
+    return (
+        f"rank {engine.global_rank} (stage {engine.stage_id}, sp rank {engine.sp_rank}) at "
+        f"{place}step {engine.global_steps + 1}; its neighbours in the pipeline are ranks "
+        f"{engine.channels.neighbours(engine.global_rank)}, its stage is ranks "
+        f"{engine.grid.sequence_ranks}"
+    )
+
+
+def current_activity(engine: InfiniPipeEngine) -> Activity | None:
+    """The instruction, or the recovery from a lack of memory, that a rank is at."""
+    step = engine.step_state
+    if step is None:
+        return engine.recovery.activity
+    return Activity(whereabouts(engine), step.entered_s)
 
 
 class Watchdog:

@@ -1,0 +1,159 @@
+"""What ranks tell each other where collectives no longer work: keys in the rendezvous store.
+
+A rank that fails inside a collective leaves its peers blocked in it. It announces why, and then the
+connections are cut: a peer that wakes up with a broken connection reads here what to make of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as torch_dist
+
+from ds_infinipipe.errors import PeerTimeoutError
+from ds_infinipipe.runtime.faults import naming_peer_failures, transport_reason
+from ds_infinipipe.runtime.sockets import connected_sockets
+
+__all__ = ["SideChannel"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_POLL_S = 0.25
+_MEETING_POLL_S = 0.02
+_LINGER_S = 5.0
+
+
+class SideChannel:
+    """Announcements and meetings of all ranks, numbered by `round`.
+
+    With `on_announcement` a thread listens and calls it with the round when another rank announces
+    something, for communicators whose peers do not notice that one end is gone.
+    """
+
+    def __init__(
+        self, timeout_s: float, on_announcement: Callable[[int], None] | None = None
+    ) -> None:
+        self._rank, self._world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+        self._timeout_s = timeout_s
+        # a client of its own: the default one may be inside a blocking call of another thread
+        store = torch_dist.distributed_c10d._get_default_store().clone()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        # every rank builds its engines in one order
+        number = store.add(f"infinipipe/engines/{self._rank}", 1)
+        self.store = torch_dist.PrefixStore(f"infinipipe/{number}/", store)
+        self._port = getattr(self.store._underlying_non_prefix_store, "port", None)
+        self.round = 0
+        self._heard: tuple[int, str] | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if on_announcement is not None:
+            mine = self.store.clone()
+            self._thread = threading.Thread(
+                target=self._listen, args=(mine, on_announcement), name="side-channel", daemon=True
+            )
+            self._thread.start()
+
+    def announce(self, text: str) -> None:
+        """Tell every rank; the first announcement of a round stands."""
+        self._ask(lambda: self.store.compare_set(self._key("announced"), "", text))
+        if self._thread is not None:
+            time.sleep(2 * _POLL_S)  # so that no rank is aborted before it has heard why
+
+    def announced(self) -> str | None:
+        """This round's announcement, if there is one."""
+        heard = self._heard
+        if heard is not None and heard[0] == self.round:
+            return heard[1]
+        return self._ask(lambda: self._read(self.store, self.round))
+
+    def linger(self) -> None:
+        """Give the other ranks time to read the announcement; the store may die with this one."""
+        with contextlib.suppress(PeerTimeoutError):
+            self._meet("", _LINGER_S)
+
+    def meet(self, mine: str) -> list[str]:
+        """Wait for all ranks and exchange a text; starts the next round.
+
+        Raises PeerTimeoutError where a rank does not come in time, or says that it cannot.
+        """
+        return self._meet(mine, self._timeout_s)
+
+    def _meet(self, mine: str, timeout_s: float) -> list[str]:
+        with naming_peer_failures("meeting the other ranks after one ran out of memory"):
+            self.store.set(self._key(f"arrived/{self._rank}"), mine)
+            keys = [self._key(f"arrived/{rank}") for rank in range(self._world_size)]
+            deadline = time.monotonic() + timeout_s
+            while not self.store.check(keys):
+                self._check_meeting(keys, deadline, timeout_s)
+                time.sleep(_MEETING_POLL_S)
+            return [self.store.get(key).decode() for key in keys]
+
+    def next_round(self) -> None:
+        """Forget this round's announcement."""
+        self.round += 1
+
+    def fail(self, reason: str) -> None:
+        """Tell ranks that wait in `meet` that this one will not come."""
+        self._ask(lambda: self.store.set(self._key("failed"), f"rank {self._rank}: {reason}"))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _check_meeting(self, keys: list[str], deadline: float, timeout_s: float) -> None:
+        failed = self._key("failed")
+        if self.store.check([failed]):
+            raise PeerTimeoutError(
+                "the step cannot be repeated after running out of memory, as another rank failed: "
+                f"{self.store.get(failed).decode()}"
+            )
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            reason = (
+                f"ranks {missing} did not come within {timeout_s:g} s to repeat a step that "
+                "ran out of memory"
+            )
+            self.fail(reason)
+            raise PeerTimeoutError(f"{reason}; look at the first rank that failed")
+
+    def _listen(self, store: torch_dist.Store, on_announcement: Callable[[int], None]) -> None:
+        while not self._closed.wait(_POLL_S):
+            number = self.round
+            if self._heard is not None and self._heard[0] == number:
+                continue
+            try:
+                text = self._read(store, number)
+            except RuntimeError as error:
+                logger.debug("no longer listening: %s", transport_reason(error))
+                return
+            if text is not None:
+                self._heard = number, text
+                on_announcement(number)
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
+        """None where the process that serves the store has gone: asking it would print a trace."""
+        ours = [s for s in connected_sockets() if s.ports[1] == self._port]
+        if not all(connection.is_open() for connection in ours):
+            return None
+        try:
+            return question()
+        except RuntimeError as error:
+            logger.debug("the store is gone: %s", transport_reason(error))
+            return None
+
+    def _read(self, store: torch_dist.Store, number: int) -> str | None:
+        key = f"{number}/announced"
+        return store.get(key).decode() if store.check([key]) else None
+
+    def _key(self, name: str) -> str:
+        return f"{self.round}/{name}"

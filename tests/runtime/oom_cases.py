@@ -1,0 +1,155 @@
+"""Engines that run out of memory where a test wants them to, compared with plain training."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.runtime import selftest
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.selftest import Case, Reference, exact_norms
+
+# a method of the engine or its parts, by what it does
+PLACES = {
+    "begin": "executor.begin_step",
+    "embedding": "executor._embed",
+    "forward": "executor._decode",
+    "head": "executor._head",
+    "recompute": "executor._recompute",
+    "backward": "executor._backward_segment",
+    "gather": "sharding.fetch",
+    "reduce": "sharding.reduce",
+    "receive": "channels.activations_in.post_receive",
+    "send": "channels.activations_out.send",
+    "sum": "sharding.finish_gradients",
+    "evaluate": "executor.evaluate",
+    "optimizer": "step_optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Ranks run out of memory at the `nth` call of a place, before or after it, `times` times."""
+
+    ranks: tuple[int, ...]
+    place: str
+    nth: int = 1
+    times: int = 1
+    is_after: bool = False
+    error: Callable[[str], Exception] = torch.OutOfMemoryError
+
+
+def inject(engine: InfiniPipeEngine, fault: Fault) -> Callable[[], int]:
+    """Make this rank fail as described; returns a function that repairs it and counts failures."""
+    *path, name = PLACES[fault.place].split(".")
+    owner: Any = engine
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls, failures = getattr(owner, name), [0], [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        is_due = calls[0] == fault.nth and failures[0] < fault.times
+        if is_due:
+            calls[0] = 0
+            failures[0] += 1
+            if not fault.is_after:
+                raise fault.error("injected: out of memory")
+        result = original(*args, **kwargs)
+        if is_due:
+            raise fault.error("injected: out of memory")
+        return result
+
+    if engine.global_rank in fault.ranks:
+        setattr(owner, name, call)
+
+    def repair() -> int:
+        if engine.global_rank in fault.ranks:
+            setattr(owner, name, original)
+        return failures[0]
+
+    return repair
+
+
+def make_engine(
+    case: Case, *, plans_ahead: bool = False, timeout_s: float = 40.0, **recovery: Any
+) -> InfiniPipeEngine:
+    """An engine that recovers, by default down to 97 % of the predicted peak."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+    config = selftest.make_config(case)
+    section = config["infinipipe"]
+    section["recovery"] = {"enabled": True, "reduction": 0.99, **recovery}
+    section["runtime"]["timeout_s"] = timeout_s
+    section["planning"] = {"asynchronous": plans_ahead, "deadline_s": timeout_s / 2}
+    section["planner"]["solver"] = "greedy"
+    return selftest.engine_from_config(config, case.dtype)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step with a fault: errors against the reference, and what the engine did about it."""
+
+    loss_error: float
+    gradient_error: float
+    repeats: int
+    failures: int
+    limit_bytes: int
+    peak_bytes: int
+
+
+def train_with_faults(case: Case, faults: Sequence[Fault | None]) -> list[Outcome]:
+    """A step for each fault, beside a reference that is trained alone from the same weights."""
+    engine = make_engine(case)
+    with exact_norms(engine, case):
+        reference = Reference(engine, case)
+        try:
+            return [_step(engine, reference, case, i, f) for i, f in enumerate(faults)]
+        finally:
+            engine.close()
+
+
+def _step(
+    engine: InfiniPipeEngine, reference: Reference, case: Case, step: int, fault: Fault | None
+) -> Outcome:
+    batch = selftest.random_batch(case, step)
+    share = engine.replica_share(batch)
+    plan = selftest.draw_plan(engine, case, share, step)
+    if not case.float64:
+        reference.copy_weights(engine)
+    wanted, _ = reference.run(batch)
+    errors: dict[str, float] = {}
+    engine.before_step_hooks[:] = [lambda e: errors.update(selftest._gradient_errors(e, reference))]
+    repair = inject(engine, fault) if fault is not None else lambda: 0
+    loss = float(engine.train_plan(plan, share, whole=batch))
+    reference.step()
+    assert engine.plan is not None
+    return Outcome(
+        loss_error=abs(loss - wanted),
+        gradient_error=max(errors.values()),
+        repeats=engine.recovery.repeats,
+        failures=repair(),
+        limit_bytes=engine.plan.memory_limit_bytes,
+        peak_bytes=max(engine.plan.predicted.peak_bytes),
+    )
+
+
+def end_with_fault(rank: int, case: Case, fault: Fault, recovery: dict[str, Any]) -> str:
+    """Train until the fault ends the run: the error."""
+    engine = make_engine(case, **recovery)
+    inject(engine, fault)
+    batch = selftest.random_batch(case, 0)
+    share = engine.replica_share(batch)
+    try:
+        engine.train_plan(selftest.draw_plan(engine, case, share, 0), share, whole=batch)
+    except InfiniPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.close()
+    return ""
