@@ -58,7 +58,7 @@ CASES = (
 )
 
 
-def plan_case(case: Case, seed: int, mode: str) -> Plan:
+def plan_case(case: Case, seed: int, mode: str, **knobs: object) -> Plan:
     model = BUILTIN_MODELS[case.model]
     lengths = sample_lengths(case.lengths, NUM_SEQUENCES, case.context, np.random.default_rng(seed))
     lengths[0] = case.context
@@ -68,7 +68,7 @@ def plan_case(case: Case, seed: int, mode: str) -> Plan:
         cluster=BUILTIN_CLUSTERS["a800-80g-4x8"],
         layout=make_layout(model, pp=4, sp=8),
         settings=PlannerSettings.model_validate(
-            {"mode": mode, "memory_limit_gib": case.memory_gib}
+            {"mode": mode, "memory_limit_gib": case.memory_gib, **knobs}
         ),
     )
 

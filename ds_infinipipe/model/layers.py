@@ -5,8 +5,10 @@ Shapes: T tokens of this rank (a chunk's tokens over sp), E hidden size, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -14,6 +16,7 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.compiling import compile_block
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import ATTENTION_NAME, hf_class
+from ds_infinipipe.model.projection import EarlyGradient, Projection, WeightWork
 from ds_infinipipe.model.protocol import Decoder, Embedding, Head, StageLayer
 from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum, linear_cross_entropy_tokens
 from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear
@@ -45,6 +48,14 @@ class EmbeddingLayer(Embedding):
         hidden: Tensor = self.embed_tokens(ids_T)[None]
         return hidden
 
+    def weight_gradient(self, ids_T: Tensor, output_gradient: Tensor) -> Tensor:
+        """Gradient [V, E] of the weight, which need not be there, from that of the output."""
+        embedding = self.embed_tokens
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        return torch.ops.aten.embedding_dense_backward(
+            output_gradient[0], ids_T, embedding.num_embeddings, padding, False
+        )
+
     def hf_name(self, parameter: str) -> str:
         return f"model.{parameter}"
 
@@ -69,10 +80,12 @@ class DecoderLayer(Decoder):
         if hf_config._attn_implementation != ATTENTION_NAME:
             raise ConfigError("the config of a DecoderLayer comes from load_hf_config")
         self.block = hf_class(hf_config, "DecoderLayer")(hf_config, layer_index)
-        if fp8 != "off":
-            for module in self.block.modules():
-                if type(module) is nn.Linear:
+        for module in self.block.modules():
+            if type(module) is nn.Linear:
+                if fp8 != "off":
                     Fp8Linear.adopt(module, RECIPES[fp8])
+                elif not compiled:  # what is left for later is no part of a graph
+                    module.__class__ = Projection
         if compiled:
             compile_block(self.block)
 
@@ -81,6 +94,28 @@ class DecoderLayer(Decoder):
             x, position_embeddings=context.cos_sin, infinipipe_context=context
         )
         return hidden
+
+    @contextmanager
+    def leaving_weights(self) -> Iterator[list[WeightWork | EarlyGradient]]:
+        """Backwards inside leave the weights' gradients to the list's work.
+
+        Of projections they are still to be made then; those of norms are made and set aside.
+        """
+        work: list[WeightWork | EarlyGradient] = []
+        projections = [m for m in self.block.modules() if isinstance(m, Projection)]
+        for projection in projections:
+            projection.left = work
+        try:
+            yield work
+        finally:
+            for projection in projections:
+                projection.left = None
+        for module in self.block.modules():
+            if not isinstance(module, Projection):
+                for parameter in module.parameters(recurse=False):
+                    if parameter.grad is not None:
+                        work.append(EarlyGradient(parameter, parameter.grad))
+                        parameter.grad = None
 
     def hf_name(self, parameter: str) -> str:
         return f"model.layers.{self.layer_index}.{parameter.removeprefix('block.')}"

@@ -175,14 +175,15 @@ class MemoryModel:
         stashed = layers * self._local_tokens(chunk) * self._stashed_token_bytes
         return stashed + (hidden if stage == 0 else 0)
 
-    def input_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
+    def input_transient(self, stage: int, chunk: Chunk, recompute: int, closed: int = 0) -> int:
         """Bytes that live only during I(chunk), on top of what F(chunk) added and a tail's dK/dV.
 
-        Layer by layer, from the last one down, what a layer kept gives way to what it stashes: the
-        largest is where the first or last kept, or the first or last recomputed, layer is at work.
-        Can be negative as `backward_transient` can.
+        Layer by layer, from the last one down, what a layer kept gives way to what it stashes, and
+        a first slice frees `closed` bytes of arena, dK and dV: the largest is where the first or
+        last kept, or the first or last recomputed, layer is at work. Can be negative as
+        `backward_transient` can.
         """
-        figures = self.input_figures(stage, chunk)
+        figures = self.input_figures(stage, chunk, closed)
         growth, rebuilt, absent, workspace = figures
         layers = self.layout.stage_layers[stage]
         kept, last = layers - recompute, layers - 1
@@ -192,7 +193,7 @@ class MemoryModel:
             at * growth + rebuilds * rebuilt - (last - at) * absent for at, rebuilds in at_work
         )
 
-    def input_figures(self, stage: int, chunk: Chunk) -> tuple[int, int, int, int]:
+    def input_figures(self, stage: int, chunk: Chunk, closed: int = 0) -> tuple[int, int, int, int]:
         """What `input_transient` is made of: growth, rebuilt, absent and workspace.
 
         A kept layer grows by the first, a recomputed one by the sum of the first two, of which the
@@ -206,7 +207,7 @@ class MemoryModel:
         stays = tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
         workspace = max(mlp + tokens * self._ffn_token_bytes, attention + stays)
         return (
-            tokens * self._stashed_token_bytes - saved,
+            tokens * self._stashed_token_bytes - saved - closed,
             self._rebuilt_bytes(chunk),
             absent,
             workspace + self._transfer_bytes(stage, chunk),
@@ -256,15 +257,18 @@ class MemoryModel:
             elif op.makes_gradient:
                 if _is_tail(chunk):
                     current += layers * self.kv_grad_bytes(chunk.context_len)
-                is_whole = op is Op.BACKWARD
-                transient = self.backward_transient if is_whole else self.input_transient
-                peak = max(peak, current + transient(stage, chunk, count))
-                current -= self.held_bytes(stage, chunk, count)
-                current += 0 if is_whole else self.stash_bytes(stage, chunk)
+                closed = 0
                 if is_first:
                     tail = tails[chunk.slices[0].sequence]
-                    current -= layers * self.arena_bytes(tail.end)
-                    current -= layers * self.kv_grad_bytes(tail.start)
+                    closed = self.arena_bytes(tail.end) + self.kv_grad_bytes(tail.start)
+                is_whole = op is Op.BACKWARD
+                if is_whole:
+                    transient = self.backward_transient(stage, chunk, count)
+                else:
+                    transient = self.input_transient(stage, chunk, count, closed)
+                peak = max(peak, current + transient)
+                current -= self.held_bytes(stage, chunk, count) + layers * closed
+                current += 0 if is_whole else self.stash_bytes(stage, chunk)
         return self.static_bytes[stage] + peak
 
     def _local_tokens(self, chunk: Chunk) -> int:

@@ -83,6 +83,7 @@ class MemoryArrays:
         inputs = np.array([memory.input_bytes(c) for c in self._chunks], dtype=np.int64)
         output = np.array([memory.output_bytes(c) for c in self._chunks], dtype=np.int64)
         opened, gradient, closed = sequence_bytes(memory, self._chunks)
+        self._closed = closed
         kept = per_stage * saved + output
         self.saving: IntArray = saved - inputs
         self.entered: IntArray = kept + per_stage * opened
@@ -102,7 +103,7 @@ class MemoryArrays:
         check_shape("recompute counts", counts, self.entered.shape)
         split = self.split if schedule.is_split else _NO_SPLIT
         peaks: IntArray = load_kernels().peak_bytes(
-            schedule.operations, *self._amounts, transients, self.layers, counts, *split
+            schedule.operations, *self.amounts, transients, self.layers, counts, *split
         )
         return peaks
 
@@ -111,7 +112,7 @@ class MemoryArrays:
         self._check(schedule)
         if schedule.is_split:
             raise ScheduleError("moments are those of whole backwards, the operations have I and W")
-        figures = load_kernels().scan_moments(schedule.operations, *self._amounts, self.transients)
+        figures = load_kernels().scan_moments(schedule.operations, *self.amounts, self.transients)
         is_backward = schedule.operations < 0
         chunk = np.where(is_backward, -schedule.operations - 1, schedule.operations)
         return tuple(
@@ -146,11 +147,13 @@ class MemoryArrays:
         The figures are those of MemoryModel.input_figures.
         """
         memory, stages = self._memory, range(self._memory.layout.pp)
-        stashed, transient, figures = (
+        stashed, transient = (
             np.array([[method(p, c) for c in self._chunks] for p in stages], dtype=np.int64)
-            for method in (memory.stash_bytes, memory.weight_transient, memory.input_figures)
+            for method in (memory.stash_bytes, memory.weight_transient)
         )
-        return stashed, transient, figures
+        pairs = list(zip(self._chunks, self._closed.tolist(), strict=True))
+        figures = [[memory.input_figures(p, c, closed) for c, closed in pairs] for p in stages]
+        return stashed, transient, np.array(figures, dtype=np.int64)
 
     @cached_property
     def transients(self) -> IntArray:
@@ -162,7 +165,7 @@ class MemoryArrays:
         return self._transients((0,))
 
     @cached_property
-    def _amounts(self) -> tuple[IntArray, ...]:
+    def amounts(self) -> tuple[IntArray, ...]:
         return self.static, self.entered, self.gradient, self.released, self.saving
 
     def _transients(self, counts: tuple[int | None, ...]) -> IntArray:

@@ -1,7 +1,8 @@
 """Random valid plans: what the executor must get exactly right, however odd it looks.
 
 The planner makes sensible plans; these are drawn from everything the verifier allows: any cut, any
-packing beside any slice, any number of pipelines, any recompute count per stage and chunk.
+packing beside any slice, any number of pipelines, any recompute count and any split of a backward
+per stage and chunk.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from ds_infinipipe.planner.order import (
     backward_order,
     count_slices,
     pipeline_operations,
+    split_backwards,
 )
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import (
     Chunk,
+    Op,
     PipelinePlan,
     Plan,
     Prediction,
@@ -56,7 +59,7 @@ def random_plan(
     pipelines = tuple(
         _random_pipeline(chunks, group, layout, rng) for group in _random_groups(blocks, rng)
     )
-    operations = pipeline_operations(pipelines, layout.pp)
+    operations = _with_random_splits(pipeline_operations(pipelines, layout.pp), rng)
     streams = lower_plan(pipelines, chunks, layout, operations)
     draft = Plan(
         model=model,
@@ -77,6 +80,23 @@ def random_plan(
     plan = _with_prediction(draft)
     verify_plan(plan)
     return plan
+
+
+def _with_random_splits(
+    operations: Sequence[Sequence[tuple[Op, int]]], rng: np.random.Generator
+) -> tuple[tuple[tuple[Op, int], ...], ...]:
+    """No, some or all backwards of a stage split; each W soon, or all of them at the very end."""
+    stages = []
+    for stage in operations:
+        share = float(rng.choice([0.0, 0.5, 1.0]))
+        most = int(rng.choice([1, 4, len(stage)]))
+        delays = {
+            chunk: len(stage) if most == len(stage) else int(rng.integers(0, most))
+            for op, chunk in stage
+            if op is Op.BACKWARD and rng.random() < share
+        }
+        stages.append(split_backwards(stage, delays))
+    return tuple(stages)
 
 
 def _with_prediction(plan: Plan) -> Plan:

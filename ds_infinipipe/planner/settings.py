@@ -52,6 +52,10 @@ class PlannerSettings(BaseModel):
     """Lean mode's LPs: `stage` solves each stage alone, `makespan` all of them with the start
     times, "auto" the latter too while chunks times stages are at most 6000."""
 
+    split_backward: Literal["auto", "never"] = "auto"
+    """"auto": in lean mode with pp above 1 a backward may be two instructions, first the gradient
+    of the chunk's input, later those of the weights, where that shortens the step; "never": no."""
+
     relative_gap: float = Field(default=0.02, ge=0.0, lt=1.0)
     """CP-SAT stops within this fraction of its bound."""
 

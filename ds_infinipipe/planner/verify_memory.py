@@ -99,18 +99,14 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUs
             kv_arenas += arena
         elif is_back:
             kv_gradients += layers * memory.kv_grad_bytes(head.start) if is_tail else 0
+        rows = tail_start[head.sequence] if is_first else 0
+        closed = arena // layers + memory.kv_grad_bytes(rows)
+        transient = _transient(memory, stage, op, chunk, recomputed, closed)
         during = MemoryUsage(
-            index,
-            states,
-            activations,
-            kv_arenas,
-            kv_gradients,
-            stashes,
-            _transient(memory, stage, op, chunk, recomputed),
+            index, states, activations, kv_arenas, kv_gradients, stashes, transient
         )
         if is_back:
             activations, kv_arenas = activations - kept, kv_arenas - arena
-            rows = tail_start[head.sequence] if is_first else 0
             kv_gradients -= layers * memory.kv_grad_bytes(rows)
         if op is Op.BACKWARD_INPUT:
             stashes += memory.stash_bytes(stage, chunk)
@@ -119,13 +115,16 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUs
         yield during, MemoryUsage(index, states, activations, kv_arenas, kv_gradients, stashes, 0)
 
 
-def _transient(memory: MemoryModel, stage: int, op: Op, chunk: Chunk, recomputed: int) -> int:
+def _transient(
+    memory: MemoryModel, stage: int, op: Op, chunk: Chunk, recomputed: int, closed: int
+) -> int:
+    """`closed` is what a first slice's backward frees in each layer."""
     if op is Op.FORWARD:
         return memory.forward_transient(stage, chunk, recomputed)
     if op is Op.BACKWARD:
         return memory.backward_transient(stage, chunk, recomputed)
     if op is Op.BACKWARD_INPUT:
-        return memory.input_transient(stage, chunk, recomputed)
+        return memory.input_transient(stage, chunk, recomputed, closed)
     return memory.weight_transient(stage, chunk)
 
 

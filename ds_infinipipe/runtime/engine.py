@@ -255,6 +255,8 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         schedule.ForwardChunk: handlers.forward_chunk,
         schedule.EvaluateChunk: handlers.evaluate_chunk,
         schedule.BackwardChunk: handlers.backward_chunk,
+        schedule.BackwardChunkInput: handlers.backward_chunk_input,
+        schedule.BackwardChunkWeights: handlers.backward_chunk_weights,
         schedule.SendChunkActivation: handlers.send_chunk_activation,
         schedule.RecvChunkActivation: handlers.recv_chunk_activation,
         schedule.SendChunkGradient: handlers.send_chunk_gradient,
@@ -278,7 +280,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
             model=self.module.spec,
             cluster=self.settings.load_cluster(),
             layout=self.module.layout,
-            settings=self.settings.planner,
+            settings=self.module.planner_settings,
             zero_stage=self.module.zero_stage,
             deadline_s=self.settings.planning.deadline_s,
         )

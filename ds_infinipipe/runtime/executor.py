@@ -2,18 +2,23 @@
 
 Each layer is an autograd segment of its own: detached input in, output kept, and backward calls
 autograd once per segment. So gathers, recomputation, reductions and releases stand exactly where
-the instruction puts them, and a recomputed layer keeps nothing but its input.
+the instruction puts them, and a recomputed layer keeps nothing but its input. A split backward
+runs the segments without the projections' weights, whose gradients follow without any autograd.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ds_infinipipe.model.context import ChunkContext
+from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer
+from ds_infinipipe.model.projection import EarlyGradient, WeightWork, add_gradient
 from ds_infinipipe.model.protocol import Decoder, Embedding, Head
 from ds_infinipipe.planner.types import Op
 from ds_infinipipe.runtime.sharding import Sharding
@@ -55,6 +60,22 @@ class _InFlight:
     segments: list[_Segment] = field(default_factory=list)
     hidden_gradient: torch.Tensor | None = None
 
+    def take_gradient(self, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient of the stage's output: what was received, or the head's on the last stage."""
+        gradient = received if self.hidden_gradient is None else self.hidden_gradient
+        self.hidden_gradient = None
+        return gradient
+
+
+@dataclass
+class _LayerWork:
+    """What the weight gradients of one layer need: its weights' work, or the embedding's."""
+
+    layer: int
+    weights: list[WeightWork | EarlyGradient]
+    ids_T: torch.Tensor | None = None
+    output_gradient: torch.Tensor | None = None
+
 
 class StageExecutor:
     """The layers of one stage and the chunks that are between their forward and backward."""
@@ -63,6 +84,7 @@ class StageExecutor:
         self._layers = list(layers)
         self._sharding = sharding
         self._in_flight: dict[int, _InFlight] = {}
+        self._left: dict[int, deque[_LayerWork]] = {}
         self.loss_block_tokens = 1024
         self.loss_scale = 0.0
         self._losses: list[torch.Tensor] = []
@@ -78,6 +100,11 @@ class StageExecutor:
         """Chunks whose backward has not run."""
         return tuple(self._in_flight)
 
+    @property
+    def chunks_without_weights(self) -> tuple[int, ...]:
+        """Chunks whose input has its gradient, but whose weights have not."""
+        return tuple(self._left)
+
     def begin_step(self, loss_scale: float, loss_block_tokens: int) -> None:
         """`loss_scale` is what each label's loss is multiplied by: 1 / valid tokens of the step."""
         self._sharding.begin_step()
@@ -87,13 +114,13 @@ class StageExecutor:
         self.recomputed_layers = 0
 
     def entry_layer(self, op: Op) -> int | None:
-        """The layer that a compute instruction starts with; None for other instructions.
+        """The layer that an instruction gathers first; None for those that gather nothing.
 
         The head is done when its forward is, so a backward starts below it.
         """
         if op is Op.FORWARD:
             return 0
-        if op is Op.BACKWARD:
+        if op.makes_gradient:
             return len(self._layers) - 1 - isinstance(self._layers[-1], Head)
         return None
 
@@ -165,11 +192,11 @@ class StageExecutor:
     ) -> torch.Tensor | None:
         """Backpropagate a chunk; returns the gradient of the stage's input, None on the first.
 
-        `following` as in `forward`; `is_final` is the step's last backward.
+        `following` as in `forward`; `is_final` is the last instruction of the step that makes
+        gradients of weights.
         """
         record = self._in_flight.pop(chunk)
-        gradient = output_gradient if record.hidden_gradient is None else record.hidden_gradient
-        record.hidden_gradient = None
+        gradient = record.take_gradient(output_gradient)
         while record.segments:
             segment = record.segments.pop()
             upcoming = record.segments[-1].layer if record.segments else following
@@ -182,10 +209,58 @@ class StageExecutor:
         self._sharding.flush()
         return gradient
 
+    def backward_input(
+        self, chunk: int, output_gradient: torch.Tensor | None, following: int | None = None
+    ) -> torch.Tensor | None:
+        """Like `backward`, but what the weights' gradients need is kept for `backward_weight`.
+
+        Norms have their gradients now, which are set aside until those of the projections come.
+        """
+        record = self._in_flight.pop(chunk)
+        gradient = record.take_gradient(output_gradient)
+        left = self._left[chunk] = deque()
+        while record.segments:
+            segment = record.segments.pop()
+            layer = self._layers[segment.layer]
+            if isinstance(layer, EmbeddingLayer):
+                left.append(_LayerWork(segment.layer, [], segment.source, gradient))
+                return None
+            below = record.segments[-1].layer if record.segments else None
+            is_embedding = below is not None and isinstance(self._layers[below], EmbeddingLayer)
+            upcoming = following if below is None or is_embedding else below
+            self._fetch(segment.layer, upcoming)
+            # layers of the user's own make all their gradients now
+            is_ours = isinstance(layer, DecoderLayer)
+            with layer.leaving_weights() if is_ours else nullcontext([]) as work:
+                gradient = self._backward_segment(record.context, segment, gradient)
+            left.append(_LayerWork(segment.layer, work))
+            self._release(segment.layer, upcoming)
+        return gradient
+
+    def backward_weight(self, chunk: int, is_final: bool = False) -> None:
+        """The rest of a split backward, from the last layer to the first; gathers nothing."""
+        left = self._left.pop(chunk)
+        while left:
+            layer_work = left.popleft()
+            for work in layer_work.weights:
+                work.take()
+            layer = self._layers[layer_work.layer]
+            if isinstance(layer, EmbeddingLayer):
+                assert layer_work.ids_T is not None and layer_work.output_gradient is not None
+                weight = layer.embed_tokens.weight
+                if weight.requires_grad:
+                    ids_T, output_gradient = layer_work.ids_T, layer_work.output_gradient
+                    add_gradient(weight, layer.weight_gradient(ids_T, output_gradient))
+            self._sharding.reduce(layer_work.layer)
+            if is_final:
+                self._sharding.settle(layer_work.layer)
+        self._sharding.flush()
+
     def abandon(self) -> None:
         """Drop everything in flight after an error."""
         self._in_flight.clear()
         self._losses.clear()
+        self._left.clear()
 
     def _fetch(self, index: int, following: int | None) -> None:
         self._sharding.fetch(index)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "backward_chunk",
+    "backward_chunk_input",
+    "backward_chunk_weights",
     "evaluate_chunk",
     "forward_chunk",
     "recv_chunk_activation",
@@ -60,6 +62,27 @@ def backward_chunk(engine: InfiniPipeEngine, instruction: Instruction, position:
     step.finish_chunk(instruction.chunk)
     if gradient is not None and not engine.is_first_stage():
         step.gradients[instruction.chunk] = gradient
+
+
+def backward_chunk_input(engine: InfiniPipeEngine, instruction: Instruction, position: int) -> None:
+    """Roughly: `gradients[chunk] = d loss / d inputs[chunk]`, weights left for later."""
+    step = engine.enter(instruction, position)
+    given = step.output_gradient(instruction.chunk)
+    with step.span(instruction):
+        following = engine.upcoming_layer(position)
+        gradient = engine.executor.backward_input(instruction.chunk, given, following)
+    step.finish_chunk(instruction.chunk)
+    if gradient is not None and not engine.is_first_stage():
+        step.gradients[instruction.chunk] = gradient
+
+
+def backward_chunk_weights(
+    engine: InfiniPipeEngine, instruction: Instruction, position: int
+) -> None:
+    """Roughly: `weights.grad += d loss / d weights` of a chunk, from what its first half kept."""
+    step = engine.enter(instruction, position)
+    with step.span(instruction):
+        engine.executor.backward_weight(instruction.chunk, step.is_final(position))
 
 
 def send_chunk_activation(

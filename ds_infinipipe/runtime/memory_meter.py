@@ -78,6 +78,8 @@ _MAKERS: dict[CodeType, StorageKind] = {
     StageExecutor.forward.__code__: StorageKind.ACTIVATIONS,
     ChunkContext.from_chunk.__func__.__code__: StorageKind.ACTIVATIONS,  # type: ignore[attr-defined]
     StageExecutor.backward.__code__: StorageKind.BACKWARD,
+    StageExecutor.backward_input.__code__: StorageKind.BACKWARD,
+    StageExecutor.backward_weight.__code__: StorageKind.BACKWARD,
 }
 
 

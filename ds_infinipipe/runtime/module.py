@@ -34,6 +34,7 @@ from ds_infinipipe.model.layers import (
 )
 from ds_infinipipe.model.protocol import OwnLayers
 from ds_infinipipe.model.weights import check_weights, init_parameter, load_weights
+from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
 from ds_infinipipe.runtime.faults import naming_peer_failures
@@ -93,6 +94,7 @@ class InfiniPipeModule(PipelineModule):
         )
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
+        self._has_own_layers = layers is not None
         specs = self._hf_specs() if layers is None else self._own_specs(layers)
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         # the base class prints its partition
@@ -136,6 +138,14 @@ class InfiniPipeModule(PipelineModule):
         kernels = resolve_kernels(wanted, self.hf_config, device_type, self.dtype)
         use_kernels(self.hf_config, kernels)
         return kernels
+
+    @property
+    def planner_settings(self) -> PlannerSettings:
+        """The planner's settings; only our own projections can leave their weights for later."""
+        planner, model = self.settings.planner, self.settings.model
+        if model.fp8 == "off" and not model.compile and not self._has_own_layers:
+            return planner
+        return planner.model_copy(update={"split_backward": "never"})
 
     @property
     def grid(self) -> InfiniPipeGrid:

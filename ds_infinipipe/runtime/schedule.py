@@ -10,6 +10,8 @@ from ds_infinipipe.planner.types import Op, Plan
 
 __all__ = [
     "BackwardChunk",
+    "BackwardChunkInput",
+    "BackwardChunkWeights",
     "EvaluateChunk",
     "ForwardChunk",
     "PlanSchedule",
@@ -33,6 +35,14 @@ class BackwardChunk(PipeInstruction):
     """Backpropagate through a chunk whose ForwardChunk ran, and reduce its gradients."""
 
 
+class BackwardChunkInput(PipeInstruction):
+    """Backpropagate through a chunk to its input; BackwardChunkWeights does the rest."""
+
+
+class BackwardChunkWeights(PipeInstruction):
+    """Make and reduce the weights' gradients that a chunk's BackwardChunkInput left."""
+
+
 class SendChunkActivation(PipeInstruction):
     """Send a chunk's output to the next stage, which has the matching RecvChunkActivation."""
 
@@ -46,7 +56,7 @@ class SendChunkGradient(PipeInstruction):
 
 
 class RecvChunkGradient(PipeInstruction):
-    """Post the receive of a chunk's output gradient; BackwardChunk waits for it."""
+    """Post the receive of a chunk's output gradient; BackwardChunk or its first half waits."""
 
 
 class StepPlan(PipeInstruction):
@@ -56,6 +66,8 @@ class StepPlan(PipeInstruction):
 _PIPE_INSTRUCTIONS: dict[Op, type[PipeInstruction]] = {
     Op.FORWARD: ForwardChunk,
     Op.BACKWARD: BackwardChunk,
+    Op.BACKWARD_INPUT: BackwardChunkInput,
+    Op.BACKWARD_WEIGHT: BackwardChunkWeights,
     Op.SEND_ACTIVATION: SendChunkActivation,
     Op.RECV_ACTIVATION: RecvChunkActivation,
     Op.SEND_GRADIENT: SendChunkGradient,

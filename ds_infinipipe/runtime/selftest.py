@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ds_infinipipe.model.hf import hf_class
 from ds_infinipipe.model.weights import init_parameter
 from ds_infinipipe.planner.random_plans import random_plan
-from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
@@ -94,6 +94,7 @@ class StepDifference:
     chunks: int
     pipelines: int
     recomputed_layers: int
+    split_backwards: int
 
 
 def make_config(case: Case) -> dict[str, Any]:
@@ -313,6 +314,7 @@ def _compare_step(
         chunks=len(plan.chunks),
         pipelines=len(plan.pipelines),
         recomputed_layers=report.recomputed_layers,
+        split_backwards=sum(i.op is Op.BACKWARD_WEIGHT for stream in plan.streams for i in stream),
     )
 
 

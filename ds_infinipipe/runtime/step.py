@@ -124,6 +124,7 @@ class StepState:
         """Nothing may be left over before the optimizer steps; raises ScheduleError."""
         leftovers = {
             "chunks without backward": self._engine.executor.chunks_in_flight,
+            "chunks without gradients of weights": self._engine.executor.chunks_without_weights,
             "outputs not sent": tuple(self.outputs),
             "gradients not sent": tuple(self.gradients),
             "arenas of sequences": tuple(self._arenas),
@@ -175,15 +176,15 @@ def _taken_by_peers(plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[
     before = plan.streams[stage - 1] if stage > 0 else ()
     after = plan.streams[stage + 1] if stage + 1 < plan.layout.pp else ()
     return (
-        _last_before(before, Op.BACKWARD, Op.SEND_ACTIVATION),
-        _last_before(after, Op.FORWARD, Op.SEND_GRADIENT),
+        _last_before(before, (Op.BACKWARD, Op.BACKWARD_INPUT), Op.SEND_ACTIVATION),
+        _last_before(after, (Op.FORWARD,), Op.SEND_GRADIENT),
     )
 
 
-def _last_before(stream: Sequence[Instruction], taken: Op, sent: Op) -> Mapping[int, int]:
+def _last_before(stream: Sequence[Instruction], taken: Sequence[Op], sent: Op) -> Mapping[int, int]:
     last, found = -1, {}
     for instruction in stream:
-        if instruction.op is taken:
+        if instruction.op in taken:
             last = instruction.chunk
         elif instruction.op is sent:
             found[instruction.chunk] = last

@@ -548,6 +548,12 @@ def test_an_input_gradient_is_largest_at_the_first_or_last_layer_of_either_kind(
             assert memory.input_transient(0, chunk, recompute) == max(most)
 
 
+def test_a_first_slices_input_gradient_frees_arena_and_gradients_layer_by_layer() -> None:
+    memory, chunk = memory_of(), Chunk((Slice(0, 0, 4, False),))
+    growth, *others = memory.input_figures(0, chunk)
+    assert memory.input_figures(0, chunk, 100) == (growth - 100, *others)
+
+
 def test_eq_8_a_stash_lies_from_the_input_gradient_to_the_weight_gradients() -> None:
     memory, chunks = memory_of(), [whole(0, 6), whole(1, 6)]
     held, stash = memory.held_bytes(0, chunks[0], 0), memory.stash_bytes(0, chunks[0])
@@ -573,7 +579,11 @@ def test_a_split_tail_leaves_its_arena_and_its_gradients_to_the_first_slice() ->
         arena + held[0] + memory.forward_transient(0, chunks[0], 0),
         arena + sum(held) + memory.forward_transient(0, chunks[1], 0),
         arena + sum(held) + gradients + memory.input_transient(0, chunks[1], 0),
-        arena + held[0] + gradients + stash[1] + memory.input_transient(0, chunks[0], 0),
+        arena
+        + held[0]
+        + gradients
+        + stash[1]
+        + memory.input_transient(0, chunks[0], 0, (arena + gradients) // 3),
         sum(stash) + memory.weight_transient(0, chunks[1]),
     ]
     assert activations_peak(memory, 0, order, chunks, [0, 0]) == max(moments)

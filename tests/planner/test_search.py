@@ -304,7 +304,12 @@ def test_parameters_are_kept_gathered_where_that_is_faster_and_fits() -> None:
 
     def planned(gather: str, limit_gib: float = 60.0) -> Plan:
         settings = PlannerSettings.model_validate(
-            {"gather": gather, "memory_limit_gib": limit_gib, "token_limit": 4000}
+            {
+                "gather": gather,
+                "memory_limit_gib": limit_gib,
+                "token_limit": 4000,
+                "split_backward": "never",
+            }
         )
         return plan_batch(lengths, settings=settings, **setup)
 

@@ -35,6 +35,8 @@ def _expected_gathers(plan: Plan, stage: int) -> int:
             visits += forward
         elif instruction.op is Op.BACKWARD:
             visits += reversed(decoders)
+        elif instruction.op is Op.BACKWARD_INPUT:  # the embedding has no input gradient
+            visits += reversed(decoders[stage == 0 :])
     if plan.keeps_gathered:
         return len(set(visits))
     return sum(a != b for a, b in zip([-1, *visits[:-1]], visits, strict=True))
@@ -104,19 +106,19 @@ def test_gathers_executed_are_the_gathers_planned(pp: int, sp: int) -> None:
 
 
 def _watch(engine: InfiniPipeEngine, events: list[str]) -> None:
-    """Note each layer's backward, and each start of a sum, in the order they happen."""
-    executor, total = engine.executor, engine.sharding._sum  # type: ignore[attr-defined]
-    backward, gradients = executor._backward_segment, total._gradients
+    """Note when each layer has gradients, and each start of a sum, in the order they happen."""
+    total = engine.sharding._sum  # type: ignore[attr-defined]
+    reduce, gradients = engine.sharding.reduce, total._gradients
 
-    def noted_backward(context: Any, segment: Any, gradient: Any) -> Any:
-        events.append(f"B{segment.layer}")
-        return backward(context, segment, gradient)
+    def noted_reduce(layer: int) -> None:
+        events.append(f"B{layer}")
+        reduce(layer)
 
     def noted_gradients(layer: int) -> Any:
         events.append(f"sum{layer}")
         return gradients(layer)
 
-    executor._backward_segment = noted_backward  # type: ignore[method-assign]
+    engine.sharding.reduce = noted_reduce  # type: ignore[method-assign]
     total._gradients = noted_gradients
 
 
@@ -237,8 +239,8 @@ def _all_to_alls(rank: int, case: Case, mode: str) -> list[tuple[int, int]]:
             assert engine.plan is not None
             stream = engine.plan.streams[engine.stage_id]
             layers = engine.module.layout.stage_layers[engine.stage_id]
-            passes = sum(layers for i in stream if i.op in (Op.FORWARD, Op.BACKWARD))
-            passes += sum(i.recompute for i in stream if i.op is Op.BACKWARD)
+            passes = sum(layers for i in stream if i.op is Op.FORWARD or i.op.makes_gradient)
+            passes += sum(i.recompute for i in stream if i.op.makes_gradient)
             found.append((len(calls), passes * per_layer))
     engine.close()
     return found

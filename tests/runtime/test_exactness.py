@@ -75,13 +75,15 @@ def test_float32_zero3_steps_equal_the_reference_at_equal_weights(pp: int, sp: i
             assert d.norm_error <= FLOAT32_LIMIT, (case, d)
 
 
-def test_many_random_plans_are_exact_and_cover_pipelines_and_recompute() -> None:
+def test_many_random_plans_are_exact_and_cover_pipelines_recompute_and_splits() -> None:
     case = Case("llama", 2, 2, zero_stage=0, float64=True, steps=25, seed=77, num_sequences=12)
     [differences] = _all_differences([case])
     assert max(d.gradient_error for d in differences) <= FLOAT64_LIMIT
     assert max(d.loss_error for d in differences) <= FLOAT64_LIMIT
     assert {d.pipelines for d in differences} >= {1, 2, 3}
     assert any(d.recomputed_layers > 0 for d in differences)
+    assert sum(d.split_backwards > 0 for d in differences) >= len(differences) // 2
+    assert any(d.split_backwards == 0 for d in differences)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 
 from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.lean.bounds import lower_bound_s
-from ds_infinipipe.planner.lean.search import LeanChoice
+from ds_infinipipe.planner.lean.choice import LeanChoice
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.schedule_arrays import simulate_schedule

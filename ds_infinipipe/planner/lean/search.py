@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -20,14 +20,16 @@ from ds_infinipipe.planner.lean.candidates import (
     iterate_frugal,
     list_candidates,
 )
+from ds_infinipipe.planner.lean.choice import LeanChoice
 from ds_infinipipe.planner.lean.makespan_lp import solve_makespan
 from ds_infinipipe.planner.lean.one_stage import iterate_whole
+from ds_infinipipe.planner.lean.split import split_choice
 from ds_infinipipe.planner.lean.stage_lp import round_point, solve_stages
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.memory_arrays import MemoryArrays, StageRows
 from ds_infinipipe.planner.settings import PlannerSettings
 
-__all__ = ["LeanChoice", "search_lean"]
+__all__ = ["search_lean"]
 
 IntArray: TypeAlias = NDArray[np.int64]
 
@@ -35,19 +37,8 @@ _MOST_SOLVES = 3
 _MOST_FIRST = 4
 _MOST_MEASURED = 14
 _MOST_FITTING = 8
+_MOST_SPLIT = 5
 _MAKESPAN_SIZE = 6000
-
-
-@dataclass(frozen=True, eq=False)
-class LeanChoice:
-    """A candidate with counts [pp, chunks] that fits, its time, and its memory."""
-
-    candidate: LeanCandidate
-    counts: IntArray
-    takes_s: float
-    arrays: MemoryArrays
-    status: str = "feasible"
-    note: str = ""
 
 
 class _Measured:
@@ -120,9 +111,9 @@ def search_lean(
 
     The time without recomputation bounds a candidate from below. Those of least bound are measured
     first; where none of them fits as it is, the best of every K too. Recomputation is estimated by
-    rounding, then solved for the most promising. One stage (pp = 1) keeps sequences whole; other
-    candidates are looked at only where that has to recompute. With replicas, their `sums` of
-    gradients count as far as no backward hides them.
+    rounding, then solved for the most promising. Backwards of the best few are split where stages
+    wait. One stage (pp = 1) keeps sequences whole; other candidates are looked at only where that
+    has to recompute. With replicas, their `sums` of gradients count where no backward hides them.
     """
     space = CandidateSpace.of(lengths, cost, memory, limit_bytes, settings, sums)
     search = _Search(memory, limit_bytes, settings, deadline)
@@ -134,6 +125,8 @@ def search_lean(
         best, status = search.first_that_fits(iterate_frugal(space)), "fallback"
     if best is None:
         return None
+    if settings.split_backward == "auto" and cost.layout.pp > 1:
+        best = search.split()
     late = f"deadline of {deadline.limit_s:.3g} s reached, the best plan so far is taken"
     return replace(best, status=status, note=late if deadline.is_over else "")
 
@@ -153,15 +146,25 @@ class _Search:
         self.settings = settings
         self.deadline = deadline
         self.best: LeanChoice | None = None
+        self._found: list[LeanChoice] = []
 
     @property
     def best_s(self) -> float:
         return math.inf if self.best is None else self.best.takes_s
 
     def keep(self, choice: LeanChoice | None) -> LeanChoice | None:
-        if choice is not None and choice.takes_s < self.best_s:
-            self.best = choice
+        if choice is not None:
+            self._found.append(choice)
+            if choice.takes_s < self.best_s:
+                self.best = choice
         return choice
+
+    def split(self) -> LeanChoice:
+        """The best after backwards of the few best are split, which can change their order."""
+        self._found.sort(key=lambda choice: choice.takes_s)
+        few = self._found[:_MOST_SPLIT]
+        split = (split_choice(choice, self.limit_bytes, self.deadline) for choice in few)
+        return min(split, key=lambda choice: choice.takes_s)
 
     def whole_sequences(self, space: CandidateSpace) -> LeanChoice | None:
         for candidate, counts in iterate_whole(space):
