@@ -28,12 +28,31 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "runtime")]
 
 from checkpoint_cases import build, snapshot, train  # noqa: E402
+from oom_cases import Fault, end_with_fault, train_with_faults  # noqa: E402
 from ranks import RankFailure, run_ranks  # noqa: E402
 from test_checkpoint import CASE  # noqa: E402
 from test_failures import _run_casualty  # noqa: E402
 from test_planning import _plan_with  # noqa: E402
 from test_running import _nonfinite  # noqa: E402
 
+OOM_CASES = {
+    "2 x 2, float64": {"zero_stage": 0, "float64": True, "seed": 5},
+    "2 x 2, ZeRO-3": {"seed": 6},
+}
+OOM_FAULTS = (
+    Fault((0,), "embedding"),
+    Fault((1,), "forward", nth=3),
+    Fault((3,), "head", is_after=True),
+    Fault((2,), "recompute"),
+    Fault((0, 1, 2, 3), "backward", is_after=True),
+    Fault((2,), "receive"),
+    Fault((0,), "send", is_after=True),
+    Fault((0, 3), "sum"),
+    Fault((1,), "gather", nth=4),
+    Fault((2,), "reduce", nth=2, times=2),
+    Fault((0,), "input gradients"),
+    Fault((3,), "weight gradients"),
+)
 RESULT = Path(__file__).parent / "results" / "fault_campaign.json"
 LIMIT_S = 120.0
 FIRST_STAGE_OPS = ("F", "B", "SEND_F", "RECV_B", "STEP")
@@ -71,9 +90,19 @@ def main() -> int:
     counts = Counter("as documented" if o.result == "as documented" else "other" for o in outcomes)
     hangs = sum(o.result == "hang" for o in outcomes)
     print(f"{len(outcomes)} faults: {counts['as documented']} as documented, {hangs} hangs")
-    body = {"command": " ".join(sys.argv), "outcomes": [asdict(o) for o in outcomes]}
-    RESULT.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    _write(outcomes)
     return 1 if counts["other"] else 0
+
+
+def _write(outcomes: list[Outcome]) -> None:
+    """Into the result, over what it has of the same faults."""
+    rows = [{**asdict(o), "command": " ".join(sys.argv)} for o in outcomes]
+    if RESULT.exists():
+        before = json.loads(RESULT.read_text(encoding="utf-8"))
+        new = {(row["kind"], row["fault"]) for row in rows}
+        kept = [row for row in before["outcomes"] if (row["kind"], row["fault"]) not in new]
+        rows = [{"command": before.get("command", ""), **row} for row in kept] + rows
+    RESULT.write_text(json.dumps({"outcomes": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def _inject(kind: str, fault: str, run: Callable[[Path], None]) -> Outcome:
@@ -109,10 +138,50 @@ def _faults() -> Iterator[tuple[str, str, Callable[[Path], None]]]:
         for writes in (1, 2, 3):
             yield "saving", f"rank {rank} killed at write {writes}", _killed_saving(rank, writes)
         yield "saving", f"disk full on rank {rank}", _disk_full(rank)
+    for name, fields in OOM_CASES.items():
+        for fault in OOM_FAULTS:
+            ranks = ", ".join(map(str, fault.ranks))
+            yield "memory", f"{name}: {fault.place} on {ranks}", _out_of_memory(fields, fault)
+    yield "memory", "optimizer on 1", _fatal(Fault((1,), "optimizer"), {})
+    yield "memory", "recovery off, forward on 2", _fatal(Fault((2,), "forward"), {"enabled": False})
 
 
 def _casualty(rank: int, op: str, sign: int) -> Callable[[Path], None]:
     return lambda folder: _expect(len(_run_casualty(rank, op, sign, folder)) == 3)
+
+
+def _out_of_memory(fields: dict[str, Any], fault: Fault) -> Callable[[Path], None]:
+    """The step is repeated by all ranks, exact, and the two steps after it too."""
+    from ds_infinipipe.runtime.selftest import FLOAT32_LIMIT, FLOAT64_LIMIT, Case
+
+    case = Case(**fields)
+    limit = FLOAT64_LIMIT if case.float64 else FLOAT32_LIMIT
+
+    def run(_: Path) -> None:
+        by_rank = run_ranks(_train_on, 4, case, [fault, None, None], timeout=110.0)
+        for steps in by_rank:
+            _expect(all(max(s.loss_error, s.gradient_error) <= limit for s in steps))
+        # ranks that are to fail at one place may do so in one attempt or one after another
+        (repeats,) = {steps[0].repeats for steps in by_rank}
+        _expect(fault.times <= repeats <= fault.times * len(fault.ranks))
+        _expect(sum(steps[0].failures for steps in by_rank) >= 1)
+
+    return run
+
+
+def _train_on(_: int, case: Any, faults: list[Fault | None]) -> Any:
+    return train_with_faults(case, faults)
+
+
+def _fatal(fault: Fault, recovery: dict[str, Any]) -> Callable[[Path], None]:
+    """All ranks end with the error that names the memory."""
+    from ds_infinipipe.runtime.selftest import Case
+
+    def run(_: Path) -> None:
+        messages = run_ranks(end_with_fault, 4, Case(seed=6), fault, recovery, timeout=110.0)
+        _expect(all(m.startswith("OutOfMemoryError") for m in messages))
+
+    return run
 
 
 def _infinite(policy: str) -> Callable[[Path], None]:

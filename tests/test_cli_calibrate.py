@@ -34,7 +34,7 @@ def test_what_is_written_is_a_cluster_that_plans(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = str(tmp_path / "cluster.json")
-    assert main(["calibrate", "--model", model, "--budget-s", "4", "-o", output]) == 0
+    assert main(["calibrate", "--model", model, "--budget-s", "8", "-o", output]) == 0
     said = capsys.readouterr().out
     assert "512+512+512+512" in said or "128+128+128+128" in said
     assert "64 over 448" in said and "median error" in said and "not measured" in said

@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
         args.model, device=device, dtype=getattr(torch, name), budget_s=args.budget_s
     )
     fit = fit_rows(rows)
-    cluster = calibrated_cluster(fit, model, base)
     print(_table(fit))
+    cluster = calibrated_cluster(fit, model, base)
     print(
-        f"linear {cluster.linear_efficiency:.1%} of the peak, attention forward "
+        f"of {base.name}'s peak: linear {cluster.linear_efficiency:.1%}, attention forward "
         f"{cluster.attention_forward_efficiency:.1%}, backward "
         f"{cluster.attention_backward_efficiency:.1%}; a layer's fixed cost "
         f"{fit.overhead_forward_s * 1e6:.0f} us forward, {fit.overhead_backward_s * 1e6:.0f} us "
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
         f"median error {fit.median_error:.1%}, worst {fit.worst_error:.1%} ({fit.worst_row}); "
         f"the links are those of {base.name}, not measured"
     )
-    if fit.median_error > _GOOD_ERROR:
-        print(f"the median error is above {_GOOD_ERROR:.0%}: measure on a quiet machine, or longer")
+    far = fit.rows_beyond(_GOOD_ERROR)
+    if far:
+        print(f"beyond {_GOOD_ERROR:.0%}: {', '.join(far)}; a quiet machine or more time may help")
     text = json.dumps({**asdict(cluster), "name": f"{base.name}, calibrated"}, indent=1)
     write_text("--output", args.output, text + "\n", "cluster")
     return 0

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.clusters import ClusterSpec
-from ds_infinipipe.planner.costs import attention_backward_flops
+from ds_infinipipe.planner.costs import attention_backward_flops, chunk_sizes
 from ds_infinipipe.planner.specs import ModelSpec
 from ds_infinipipe.planner.types import Chunk
 
@@ -36,7 +36,7 @@ _TERMS = (
 class ProfileRow:
     """Seconds of one decoder layer, alone on a rank, for a chunk of `tokens` and `area`.
 
-    `area` is the quadratic term of Eq. 1, (C + s0)^2 - C^2 + sum of s^2.
+    `area` is the quadratic term of Eq. 1, (C + s0)^2 - C^2 + sum of s^2, padding included.
     """
 
     name: str
@@ -50,7 +50,8 @@ class ProfileRow:
         """The row of a measured chunk, named by its shape."""
         context, pieces = chunk.context_len, [s.length for s in chunk.slices]
         name = f"{pieces[0]} over {context}" if context else "+".join(map(str, pieces))
-        return cls(name, chunk.padded_tokens, chunk.attention_area, forward_s, backward_s)
+        ((tokens,), (area,)) = chunk_sizes([chunk])
+        return cls(name, int(tokens), int(area), forward_s, backward_s)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,13 @@ class LayerFit:
     @property
     def worst_row(self) -> str:
         """Pass and shape of the row that is predicted worst."""
-        place = int(np.argmax(np.abs(self.errors)))
+        return self._name(int(np.argmax(np.abs(self.errors))))
+
+    def rows_beyond(self, error: float) -> tuple[str, ...]:
+        """Passes and shapes whose relative error is larger than `error`."""
+        return tuple(self._name(i) for i, e in enumerate(self.errors) if abs(e) > error)
+
+    def _name(self, place: int) -> str:
         which = "forward" if place < len(self.rows) else "backward"
         return f"{which} of {self.rows[place % len(self.rows)].name}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import statistics
 import time
@@ -14,12 +15,15 @@ import torch
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import load_hf_config, make_rotary
+from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import DecoderLayer
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.fit import ProfileRow
 from ds_infinipipe.planner.types import Chunk, Slice
 
 __all__ = ["profile_layer"]
+
+logger = logging.getLogger(__name__)
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 15
@@ -36,17 +40,19 @@ def profile_layer(
     dtype: torch.dtype,
     budget_s: float = 60.0,
     attention: str = "auto",
+    kernels: str = "auto",
     seed: int = 0,
 ) -> list[ProfileRow]:
     """Median forward and backward seconds of one layer over a grid of shapes, within `budget_s`.
 
-    `model_config` is a Hugging Face config or where one is. Shapes double from 64 tokens as long
-    as the time and the device's memory allow, each whole, as a pack of four, and as a slice over 1,
-    3 and 7 times as many tokens. They are measured in turn, in another order each round, so that
-    a change of the machine's speed falls on all. Raises ConfigError for a config that cannot be
-    built and when the time is not enough for three rounds of four sizes.
+    `model_config` is a Hugging Face config or where one is; `kernels` as in `infinipipe.model`.
+    Shapes double from 64 tokens as long as the time and the device's memory allow, each whole, as a
+    pack of four, and as a slice over 1, 3 and 7 times as many tokens. They are measured in turn, in
+    another order each round, so that a change of the machine's speed falls on all. Raises
+    ConfigError for a config that cannot be built and when the time is not enough for three rounds
+    of four sizes.
     """
-    bench = _Bench.build(model_config, device, dtype, attention)
+    bench = _Bench.build(model_config, device, dtype, attention, kernels)
     started = time.perf_counter()
     chunks, round_s = _grid(bench, budget_s)
     times: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(chunks))}
@@ -74,6 +80,7 @@ def _grid(bench: _Bench, budget_s: float) -> tuple[list[Chunk], float]:
             bench.measure(shapes[-1])  # the first run of a shape compiles and allocates
             more_s = sum(_wall(bench, chunk) for chunk in shapes)
         except torch.OutOfMemoryError:
+            logger.warning("shapes of %d tokens and more do not fit the device", tokens)
             break
         chunks += shapes
         round_s += more_s
@@ -121,8 +128,10 @@ class _Bench:
         device: torch.device,
         dtype: torch.dtype,
         attention: str,
+        kernels: str,
     ) -> _Bench:
         config = load_hf_config(source)
+        use_kernels(config, resolve_kernels(kernels, config, device.type, dtype))
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         layer = DecoderLayer(config, 0).to(device, dtype)

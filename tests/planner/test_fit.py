@@ -61,13 +61,15 @@ def test_rows_with_two_percent_noise_give_the_coefficients_nearly_back(seed: int
 def test_the_worst_row_is_named_with_its_pass() -> None:
     rows = rows_of(0.0)
     rows[4] = replace(rows[4], backward_s=2 * rows[4].backward_s)
-    assert fit_rows(rows).worst_row == "backward of 1024 over 1024"
+    fit = fit_rows(rows)
+    assert fit.worst_row == "backward of 1024 over 1024"
+    assert fit.worst_row in fit.rows_beyond(0.2) and fit.rows_beyond(0.9) == ()
 
 
 def test_a_pack_is_named_by_its_lengths() -> None:
     pack = Chunk(tuple(Slice(i, 0, 3 + i, True) for i in range(3)), padding=4)
     row = ProfileRow.of(pack, 1.0, 2.0)
-    assert (row.name, row.tokens, row.area) == ("3+4+5", 16, 9 + 16 + 25)
+    assert (row.name, row.tokens, row.area) == ("3+4+5", 16, 9 + 16 + 25 + 16)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

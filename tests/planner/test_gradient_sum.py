@@ -92,7 +92,8 @@ def test_the_last_chunk_decides_when_gradients_are_final() -> None:
     times = settled_times(timeline, cost.chunk_costs(plan.chunks), plan.layout)
     assert [len(stage) for stage in times] == [4 + 1, 1 + 4]
     for stage, ready in enumerate(times):
-        ends = [s.end_s for s in timeline.spans if s.stage == stage and s.op is Op.BACKWARD]
+        last = Op.BACKWARD, Op.BACKWARD_WEIGHT
+        ends = [s.end_s for s in timeline.spans if s.stage == stage and s.op in last]
         assert ready[-1] == pytest.approx(max(ends))
         assert (np.diff(ready) >= 0).all()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from handmade import make_plan, packed, rich_plan, unit_timeline, whole
 
-from ds_infinipipe.planner.types import SolverStats
+from ds_infinipipe.planner.types import Op, SolverStats
 from ds_infinipipe.viz.chrome_trace import chrome_trace, write_chrome_trace
 from ds_infinipipe.viz.tables import plan_summary
 
@@ -58,7 +58,9 @@ def test_the_trace_has_one_row_per_stage_and_one_event_per_span() -> None:
     timeline = unit_timeline(plan)
     trace = chrome_trace({"predicted": timeline}, plan)
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert len(spans) == len(timeline.spans) == 3 * 2 * 7
+    num_split = sum(i.op is Op.BACKWARD_WEIGHT for stream in plan.streams for i in stream)
+    assert num_split > 0
+    assert len(spans) == len(timeline.spans) == 3 * 2 * 7 + num_split
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
     assert names == ["stage 0", "stage 1", "stage 2"]
     second = next(e for e in spans if e["name"] == "B1" and e["tid"] == 2)
@@ -86,7 +88,8 @@ def test_predicted_and_measured_stand_in_one_file(tmp_path: Path) -> None:
     events = json.loads(path.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert titles == [f"{n}: 45 s, bubbles 38.5%" for n in ("predicted", "measured")]
+    assert timeline.makespan_s == 44.5
+    assert titles == [f"{n}: 44.5 s, bubbles 37.8%" for n in ("predicted", "measured")]
 
 
 def test_no_timelines_give_an_empty_trace() -> None:
