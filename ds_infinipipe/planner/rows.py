@@ -14,7 +14,7 @@ sequence in backward, and the transients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,6 +65,7 @@ class ChunkBytes:
     forward_recompute: IntArray
     backward_plain: IntArray
     backward_recompute: IntArray
+    backward_some: IntArray
 
 
 def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk]) -> ChunkBytes:
@@ -73,11 +74,11 @@ def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk])
     recomputed = _per_chunk([memory.input_bytes(c) for c in chunks])
     opened, gradient, closed = sequence_bytes(memory, chunks)
     stages = range(layout.pp)
-    transients = [
-        _per_chunk([[method(p, c, layers[p]) for c in chunks] for p in stages])
-        for method in (memory.forward_transient, memory.backward_transient)
-        for layers in ((0,) * layout.pp, layout.stage_layers)
-    ]
+    some = tuple(min(1, layers - 1) for layers in layout.stage_layers)
+
+    def transients(method: Callable[[int, Chunk, int], int], counts: Sequence[int]) -> IntArray:
+        return _per_chunk([[method(p, c, counts[p]) for c in chunks] for p in stages])
+
     return ChunkBytes(
         saved,
         saved - recomputed,
@@ -85,7 +86,11 @@ def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk])
         opened,
         gradient,
         closed,
-        *transients,
+        transients(memory.forward_transient, (0,) * layout.pp),
+        transients(memory.forward_transient, layout.stage_layers),
+        transients(memory.backward_transient, (0,) * layout.pp),
+        transients(memory.backward_transient, layout.stage_layers),
+        transients(memory.backward_transient, some),
     )
 
 
@@ -115,8 +120,9 @@ def sequence_bytes(
 class StageMoments:
     """All moments of one stage in the order of its operations, arrays [moment].
 
-    `base` counts model states, live chunks with nothing recomputed, arenas and dK/dV; `plain` and
-    `charged` are the transients of the chunk at work without and with recomputation.
+    `base` counts model states, live chunks with nothing recomputed, arenas and dK/dV. Transients of
+    the chunk at work: `plain` with none or some of its layers recomputed, the larger of both;
+    `charged` with all of them; `unrecomputed` with none, where that is known apart.
     """
 
     stage: int
@@ -127,6 +133,7 @@ class StageMoments:
     plain: IntArray
     charged: IntArray
     live_saving: IntArray
+    unrecomputed: IntArray | None = None
 
     def peak_bytes(self, counts: IntArray, saving: IntArray) -> IntArray:
         """Bytes at every moment when chunk k recomputes counts[k] layers of this stage."""
@@ -135,6 +142,8 @@ class StageMoments:
         left = np.cumsum(np.where(self.is_backward, change, 0))
         released = entered - left + np.where(self.is_backward, change, 0)
         transient = np.where(counts[self.chunk] >= self.layers, self.charged, self.plain)
+        if self.unrecomputed is not None:
+            transient = np.where(counts[self.chunk] == 0, self.unrecomputed, transient)
         return np.asarray(self.base + transient - released)
 
     def binding(
@@ -330,21 +339,23 @@ def _moments(
     )
     leave = np.where(backward, kept + layers * figures.closed[chunk], 0)
     saving = figures.saving[chunk]
+    backward_plain = np.maximum(figures.backward_plain, figures.backward_some)
     return StageMoments(
         stage,
         layers,
         chunk,
         backward,
         static_bytes + np.cumsum(enter - leave) + leave,
-        np.where(
-            backward, figures.backward_plain[stage, chunk], figures.forward_plain[stage, chunk]
-        ),
+        np.where(backward, backward_plain[stage, chunk], figures.forward_plain[stage, chunk]),
         np.where(
             backward,
             figures.backward_recompute[stage, chunk],
             figures.forward_recompute[stage, chunk],
         ),
         np.cumsum(np.where(backward, -saving, saving)) + np.where(backward, saving, 0),
+        np.where(
+            backward, figures.backward_plain[stage, chunk], figures.forward_plain[stage, chunk]
+        ),
     )
 
 
