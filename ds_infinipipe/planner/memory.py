@@ -338,11 +338,11 @@ class MemoryModel:
 
         At its first layer the dK and dV of the others are absent; at its last one what the others
         had kept. In between is never the most: kept layers come first and are the bigger ones.
-        With some layers recomputed, as if all but one were.
+        With some layers recomputed, as if all were.
         """
-        others, saved = layers - 1, self.saved_bytes(chunk)
-        kept = others if recompute == 0 else min(others, int(recompute < layers))
-        gone = kept * saved + (others - kept) * self.input_bytes(chunk)
+        others = layers - 1
+        kept = self.saved_bytes(chunk) if recompute == 0 else self.input_bytes(chunk)
+        gone = others * kept
         return min(others * self.kv_grad_bytes(chunk.context_len), gone)
 
     def _activation_gradients(self, chunk: Chunk) -> tuple[int, int]:
