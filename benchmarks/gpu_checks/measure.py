@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Budget", "Row", "Sizes", "is_out_of_memory", "make_sizes", "seconds", "table"]
+__all__ = ["Budget", "Row", "Sizes", "make_sizes", "seconds", "table"]
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,6 @@ def seconds(function: Callable[[], Any], sizes: Sizes, repeats: int | None = Non
             function()
             times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for what a full device raises, and nothing else."""
-    return isinstance(error, torch.OutOfMemoryError)
 
 
 def table(rows: list[Row]) -> str:

@@ -20,6 +20,7 @@ from ds_infinipipe.model.layers import DecoderLayer
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.fit import ProfileRow
 from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.runtime.clock import HostClock, StepClock, make_clock
 
 __all__ = ["profile_layer"]
 
@@ -152,14 +153,13 @@ class _Bench:
         shape = (1, chunk.padded_tokens, self.hidden_size)
         hidden = torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
         gradient = torch.randn(shape, device=self.device, dtype=self.dtype)
-        clock = _make_timer(self.device)
-        clock.mark()
+        clock = _make_clock(self.device)
+        start = clock.mark()
         output = self.layer(hidden, context)
-        clock.mark()
+        middle = clock.mark()
         torch.autograd.backward(output, gradient)
-        clock.mark()
-        forward_s, backward_s = clock.laps()
-        return forward_s, backward_s
+        end_s, middle_s = clock.seconds(clock.mark()), clock.seconds(middle)
+        return middle_s - clock.seconds(start), end_s - middle_s
 
     def _context(self, chunk: Chunk) -> ChunkContext:
         arena = None
@@ -180,36 +180,8 @@ class _Bench:
         )
 
 
-class _HostTimer:
-    """CPU time where one thread computes, as other processes do not count in it; else wall time."""
-
-    def __init__(self) -> None:
-        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self._marks: list[float] = []
-
-    def mark(self) -> None:
-        self._marks.append(self._now())
-
-    def laps(self) -> list[float]:
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
-
-
-class _DeviceTimer:
-    """Events on the current stream."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def laps(self) -> list[float]:
-        self._marks[-1].synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [float(a.elapsed_time(b)) / 1e3 for a, b in pairs]
-
-
-def _make_timer(device: torch.device) -> _HostTimer | _DeviceTimer:
-    return _DeviceTimer() if device.type == "cuda" else _HostTimer()
+def _make_clock(device: torch.device) -> StepClock:
+    """CPU time where one thread computes, as other processes do not count in it."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return HostClock(time.thread_time)
+    return make_clock(device)

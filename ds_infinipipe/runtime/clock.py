@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,13 +22,14 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """For devices that compute as they are called."""
+    """For devices that compute as they are called; `now` reads the clock, in seconds."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._started = now()
 
     def mark(self) -> float:
-        return time.perf_counter()
+        return self._now()
 
     def seconds(self, mark: float) -> float:
         return mark - self._started
