@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_infinipipe.planner.flops import step_flops
-from ds_infinipipe.planner.forecast import forecast
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.order import backward_order, pipeline_operations
+from ds_infinipipe.planner.random_plans import with_prediction
 from ds_infinipipe.planner.types import (
     Chunk,
     PipelinePlan,
@@ -26,7 +25,7 @@ from ds_infinipipe.planner.types import (
     Slice,
     SolverStats,
 )
-from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
+from ds_infinipipe.planner.verify import verify_plan
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.initialize import initialize
@@ -202,9 +201,7 @@ def _fixed_plan(engine: InfiniPipeEngine, tokens: int, slice_tokens: int, recomp
         zero_stage=3,
         loss_block_tokens=engine.settings.planner.loss_block_tokens,
     )
-    timeline = forecast(plan)
-    peaks = tuple(peak_bytes_by_stage(plan))
-    return replace(plan, predicted=Prediction(timeline.makespan_s, timeline.bubble_ratio, peaks))
+    return with_prediction(plan)
 
 
 def _plain(sizes: Sizes, budget: Budget, flops_rate: dict[tuple[str, int], float]) -> Iterator[Row]:

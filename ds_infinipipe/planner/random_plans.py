@@ -35,7 +35,7 @@ from ds_infinipipe.planner.types import (
 )
 from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
 
-__all__ = ["random_plan"]
+__all__ = ["random_plan", "with_prediction"]
 
 _UNLIMITED_BYTES = 2**60
 _MOST_SLICES = 5
@@ -60,7 +60,6 @@ def random_plan(
         _random_pipeline(chunks, group, layout, rng) for group in _random_groups(blocks, rng)
     )
     operations = _with_random_splits(pipeline_operations(pipelines, layout.pp), rng)
-    streams = lower_plan(pipelines, chunks, layout, operations)
     draft = Plan(
         model=model,
         cluster=cluster,
@@ -70,14 +69,14 @@ def random_plan(
         memory_limit_bytes=_UNLIMITED_BYTES,
         chunks=chunks,
         pipelines=pipelines,
-        streams=streams,
+        streams=lower_plan(pipelines, chunks, layout, operations),
         predicted=Prediction(0.0, 0.0, (0,) * layout.pp),
         solver=SolverStats("random", 0, "feasible", 0.0, 0.0),
         zero_stage=zero_stage,
         loss_block_tokens=loss_block_tokens,
         keeps_gathered=can_keep_gathered(layout, zero_stage) and rng.random() < 0.5,
     )
-    plan = _with_prediction(draft)
+    plan = with_prediction(draft)
     verify_plan(plan)
     return plan
 
@@ -99,7 +98,8 @@ def _with_random_splits(
     return tuple(stages)
 
 
-def _with_prediction(plan: Plan) -> Plan:
+def with_prediction(plan: Plan) -> Plan:
+    """The plan with what the simulator and the memory model say about its streams."""
     timeline = forecast(plan)
     peaks = tuple(peak_bytes_by_stage(plan))
     predicted = Prediction(timeline.makespan_s, timeline.bubble_ratio, peaks)
