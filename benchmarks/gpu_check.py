@@ -1,9 +1,10 @@
 """Everything that only a GPU can prove, in one script: at most five minutes on one device.
 
-Attention (alignment, numerics, speed), cross-entropy (numerics, bandwidth, memory), training of a
-model of 1.3 billion parameters sliced, whole and in plain transformers, the memory model against
-the allocator, the time model's fit, and two pipeline stages on the one device. Prints a table at
-the end and writes JSON. `--dry-run` runs the same code in small on a CPU.
+Attention (alignment, numerics, speed), cross-entropy (numerics, bandwidth, memory), a layer with
+Liger's kernels, in FP8 and compiled, training of a model of 1.3 billion parameters sliced, whole
+and in plain transformers, the memory model against the allocator, the time model's fit, and two
+pipeline stages on the one device. Prints a table at the end and writes JSON. `--dry-run` runs the
+same code in small on a CPU.
 
     python benchmarks/gpu_check.py [--budget-s 280] [--only attention,loss] [--output FILE]
     python benchmarks/gpu_check.py --dry-run
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from gpu_checks.attention import check_attention
 from gpu_checks.cost_model import check_cost_model
+from gpu_checks.layers import check_layers
 from gpu_checks.loss import check_loss
 from gpu_checks.measure import Budget, Row, Sizes, make_sizes, table
 from gpu_checks.training import check_training
@@ -67,9 +69,10 @@ def _checks(sizes: Sizes, budget: Budget) -> dict[str, Callable[[], Iterator[Row
     return {
         "attention": lambda: check_attention(sizes),
         "loss": lambda: check_loss(sizes),
-        "cost-model": lambda: check_cost_model(sizes, 5.0 if sizes.is_dry else 30.0),
+        "cost-model": lambda: check_cost_model(sizes, 12.0 if sizes.is_dry else 30.0),
         "two-ranks": check_two_ranks,
         "training": lambda: check_training(sizes, budget),
+        "layers": lambda: check_layers(sizes, budget),
     }
 
 

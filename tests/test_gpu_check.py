@@ -35,6 +35,7 @@ def test_a_dry_run_ends_with_a_table_and_every_target_met(tmp_path: Path) -> Non
         "attention",
         "loss",
         "head",
+        "layer",
         "cost model",
         "two ranks",
         "training",

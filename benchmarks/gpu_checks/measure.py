@@ -43,6 +43,7 @@ class Sizes:
     loss_rows: int
     vocab_sizes: tuple[int, ...]
     model: dict[str, Any] = field(default_factory=dict)
+    layer_model: dict[str, Any] = field(default_factory=dict)
     slice_tokens: int = 8192
     train_tokens: tuple[int, ...] = ()
     longest_tokens: int = 0
@@ -73,6 +74,7 @@ def make_sizes(is_dry: bool, peak_flops: float | None) -> Sizes:
             loss_rows=65,
             vocab_sizes=(515,),
             model=_model(64, 2, 160, 4, 2, 512),
+            layer_model=_model(64, 1, 160, 4, 2, 512),
             slice_tokens=64,
             train_tokens=(64, 200),
             longest_tokens=256,
@@ -97,6 +99,7 @@ def make_sizes(is_dry: bool, peak_flops: float | None) -> Sizes:
         loss_rows=4096,
         vocab_sizes=(32000, 128256, 256000),
         model=_model(2048, 24, 5632, 16, 8, 32000),
+        layer_model=_model(4096, 1, 14336, 32, 8, 32000),
         slice_tokens=8192,
         train_tokens=(8192, 32768, 98304),
         longest_tokens=262144,
