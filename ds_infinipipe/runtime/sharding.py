@@ -149,8 +149,9 @@ class Zero3Sharding:
         abandon_zero3_step(self._optimizer)
         for parameter in itertools.chain.from_iterable(self._layers):
             parameter.grad = None
-            if parameter.ds_status == ZeroParamStatus.INFLIGHT or not parameter.ds_persist:
-                free_param(parameter)
+            # Also those that persist: where one rank had waited for their gather and another had
+            # not, the next gather would be of different sizes.
+            free_param(parameter)
 
     def prefetch(self, layer: int) -> None:
         if not self.is_synchronous:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.planner.types import Instruction, Op, Plan
 from ds_infinipipe.runtime import selftest
+from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.selftest import Case, Reference, exact_norms
 
@@ -32,6 +34,13 @@ PLACES = {
     "sum": "sharding.finish_gradients",
     "evaluate": "executor.evaluate",
     "optimizer": "step_optimizer",
+}
+
+# how often an instruction comes by a place that not every plan has
+_OCCURRENCES: dict[str, Callable[[Instruction], int]] = {
+    "recompute": lambda i: i.recompute if i.op is Op.FORWARD else 0,
+    "input gradients": lambda i: i.op is Op.BACKWARD_INPUT,
+    "weight gradients": lambda i: i.op is Op.BACKWARD_WEIGHT,
 }
 
 
@@ -120,9 +129,7 @@ def train_with_faults(case: Case, faults: Sequence[Fault | None]) -> list[Outcom
 def _step(
     engine: InfiniPipeEngine, reference: Reference, case: Case, step: int, fault: Fault | None
 ) -> Outcome:
-    batch = selftest.random_batch(case, step)
-    share = engine.replica_share(batch)
-    plan = selftest.draw_plan(engine, case, share, step)
+    batch, share, plan = _draw(engine, case, step, fault)
     if not case.float64:
         reference.copy_weights(engine)
     wanted, _ = reference.run(batch)
@@ -140,6 +147,28 @@ def _step(
         limit_bytes=engine.plan.memory_limit_bytes,
         peak_bytes=max(engine.plan.predicted.peak_bytes),
     )
+
+
+def _draw(
+    engine: InfiniPipeEngine, case: Case, step: int, fault: Fault | None
+) -> tuple[StepBatch, StepBatch, Plan]:
+    """A batch, this replica's share and its plan, drawn until the fault has a place in it."""
+    for number in range(step, step + 10_000, 100):
+        batch = selftest.random_batch(case, number)
+        share = engine.replica_share(batch)
+        plan = selftest.draw_plan(engine, case, share, number)
+        everywhere = [True] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, _has_place(engine, plan, fault))
+        if all(everywhere):
+            return batch, share, plan
+    raise LookupError(f"100 random plans of {case} have no place for {fault}")
+
+
+def _has_place(engine: InfiniPipeEngine, plan: Plan, fault: Fault | None) -> bool:
+    if fault is None or engine.global_rank not in fault.ranks or fault.place not in _OCCURRENCES:
+        return True
+    occurrences = map(_OCCURRENCES[fault.place], plan.streams[engine.stage_id])
+    return sum(occurrences) >= fault.nth
 
 
 def end_with_fault(rank: int, case: Case, fault: Fault, recovery: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ranks import RankFailure, run_ranks
 
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError, InfiniPipeError, PeerTimeoutError
+from ds_infinipipe.model.weights import init_parameter
 from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.out_of_memory import is_out_of_memory
 from ds_infinipipe.runtime.selftest import FLOAT32_LIMIT, FLOAT64_LIMIT, Case
@@ -72,6 +73,33 @@ def test_sharded_parameters_and_gradients_survive_it() -> None:
         None,
     ]
     _check(_SHARDED, faults, FLOAT32_LIMIT)
+
+
+def _gather_after_giving_up(rank: int, case: Case) -> list[bool]:
+    """Rank 1 has waited for a layer's gather when both give the step up, rank 0 has not."""
+    engine = make_engine(case)
+    layer = 1
+    if rank == 0:
+        engine.sharding.prefetch(layer)
+    else:
+        engine.sharding.fetch(layer)
+    torch.distributed.barrier()
+    engine.sharding.abandon()
+    engine.sharding.fetch(layer)
+    equal = []
+    for name, parameter in engine.module.hf_parameters():
+        if ".layers.0." in name:
+            expected = torch.empty(parameter.shape)
+            init_parameter(name, expected, seed=case.seed, std=0.1)
+            equal.append(torch.equal(parameter.detach(), expected))
+    engine.close()
+    return equal
+
+
+def test_ranks_that_gave_up_at_different_points_gather_the_same_parameters_again() -> None:
+    case = Case("llama", 1, 2, num_layers=1)
+    for equal in run_ranks(_gather_after_giving_up, 2, case, timeout=60.0):
+        assert equal == [True] * 9
 
 
 def test_all_replicas_repeat_the_step_of_one() -> None:
