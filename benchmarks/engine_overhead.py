@@ -4,7 +4,9 @@ The same Hugging Face model, weights and data, AdamW with clipping in both; step
 that the machine's noise falls on both. Reports the ratio of median CPU times and the engine's cost
 per instruction.
 
-    OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu python benchmarks/engine_overhead.py [--steps 15]
+    OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu python benchmarks/engine_overhead.py [--steps 15] [--meter]
+
+With --meter the engine counts live bytes (`debug.meter_memory`); that result is only printed.
 """
 
 from __future__ import annotations
@@ -51,14 +53,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--meter", action="store_true")
     args = parser.parse_args()
     _single_rank()
-    rows = [_measure(stage, args.steps, args.tokens) for stage in (0, 3)]
+    rows = [_measure(stage, args.steps, args.tokens, args.meter) for stage in (0, 3)]
     for row in rows:
         print(
             f"ZeRO-{row['zero_stage']}: engine {row['engine_s']:.3f} s, torch {row['torch_s']:.3f} "
             f"s, ratio {row['ratio']:.3f}; {row['per_instruction_ms']:.2f} ms an instruction on top"
         )
+    if args.meter:
+        return 0
     body = {"command": " ".join(sys.argv), "rows": rows}
     RESULT.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -73,7 +78,7 @@ def _single_rank() -> None:
         os.environ.setdefault(name, value)
 
 
-def _measure(zero_stage: int, steps: int, tokens: int) -> dict[str, Any]:
+def _measure(zero_stage: int, steps: int, tokens: int, meter: bool) -> dict[str, Any]:
     config = {
         "train_batch_size": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -84,6 +89,7 @@ def _measure(zero_stage: int, steps: int, tokens: int) -> dict[str, Any]:
             "model": {"config": MODEL},
             "planner": {"max_slices": 1},
             "planning": {"asynchronous": False},
+            "debug": {"meter_memory": meter},
         },
     }
     engine = initialize(model=InfiniPipeModule(config), config=config)[0]

@@ -302,6 +302,10 @@ class DebugSettings(_Section):
     trace: str | None = None
     """Folder that receives a Chrome trace of the measured steps."""
 
+    meter_memory: bool = False
+    """Count live tensor bytes of every step on CPU ranks, for the report's measured peaks; small
+    steps take twice as long. On CUDA the allocator always counts."""
+
 
 class InfiniPipeConfig(_Section):
     """The whole `"infinipipe"` section."""

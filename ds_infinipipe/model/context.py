@@ -19,6 +19,7 @@ from ds_infinipipe.ops.attention import Segments, varlen_attention
 from ds_infinipipe.ops.kv_arena import SequenceArena, exchange
 from ds_infinipipe.ops.ulysses import (
     ProcessGroup,
+    Stopwatch,
     group_size,
     join_to_heads,
     to_heads,
@@ -58,7 +59,7 @@ class ChunkContext:
     The first `split_tokens` tokens are a slice whose `context_len` earlier tokens are in `arena`;
     all others are `short_segments` (whole sequences, then the padding). `cos_sin` are the rotary
     tables [1, T/sp, D] of this rank's tokens. `sp_group` is None for sp 1. With `joins_qkv`
-    query, key and value go through one all-to-all instead of three.
+    query, key and value go through one all-to-all instead of three; `watch` times all of them.
     """
 
     split_tokens: int
@@ -69,6 +70,7 @@ class ChunkContext:
     cos_sin: tuple[Tensor, Tensor]
     attention_impl: str = "auto"
     joins_qkv: bool = False
+    watch: Stopwatch | None = None
 
     @cached_property
     def slice_segments(self) -> Segments:
@@ -87,6 +89,7 @@ class ChunkContext:
         dtype: torch.dtype,
         attention_impl: str = "auto",
         joins_qkv: bool = False,
+        watch: Stopwatch | None = None,
     ) -> ChunkContext:
         """`arena` belongs to the cut sequence of `chunk.slices[0]`, None if there is none.
 
@@ -110,6 +113,7 @@ class ChunkContext:
             cos_sin=(cos, sin),
             attention_impl=attention_impl,
             joins_qkv=joins_qkv,
+            watch=watch,
         )
 
 
@@ -135,14 +139,14 @@ def chunk_attention(
     query to at most `window` of them.
     Collective over the sequence group.
     """
-    num_heads, pg = q_THD.shape[1], context.sp_group
+    num_heads, pg, watch = q_THD.shape[1], context.sp_group, context.watch
     if context.joins_qkv and group_size(pg) > 1:
-        q, k, v = join_to_heads(q_THD, k_TKD, v_TKD, pg)
+        q, k, v = join_to_heads(q_THD, k_TKD, v_TKD, pg, watch)
         if context.arena is not None:
             # a view would keep the slice's keys and values too, which the arena holds
             q = q.clone()
     else:
-        q, k, v = (to_heads(t, pg) for t in (q_THD, k_TKD, v_TKD))
+        q, k, v = (to_heads(t, pg, watch) for t in (q_THD, k_TKD, v_TKD))
     cut, outs = context.split_tokens, []
     attend = partial(varlen_attention, scale=scale, impl=context.attention_impl, window=window)
     if context.arena is not None:
@@ -154,4 +158,4 @@ def chunk_attention(
             # a view would keep the slice's rows, which the arena already holds, until backward
             k, v = k[cut:].clone(), v[cut:].clone()
         outs.append(attend(q[cut:], k, v, context.short_segments))
-    return to_tokens(torch.cat(outs) if len(outs) > 1 else outs[0], pg, num_heads)
+    return to_tokens(torch.cat(outs) if len(outs) > 1 else outs[0], pg, num_heads, watch)

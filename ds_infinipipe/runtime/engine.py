@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, TypeAlias
 
@@ -30,10 +31,10 @@ from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
-from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.kernels import choose_kernels
 from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
+from ds_infinipipe.runtime.memory_meter import MemoryMeter
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
 from ds_infinipipe.runtime.optimizer_step import OptimizerStepMixin
@@ -44,6 +45,8 @@ from ds_infinipipe.runtime.report import StepReport, TimeCalibration
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
 from ds_infinipipe.runtime.step import StepState
 from ds_infinipipe.runtime.surface import lifted_refusals
+from ds_infinipipe.runtime.totals import StepTotals
+from ds_infinipipe.runtime.waits import WaitTimes
 from ds_infinipipe.runtime.watchdog import Watchdog, current_activity
 
 __all__ = ["InfiniPipeEngine"]
@@ -75,7 +78,8 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.loss_scaler = adopt_loss_scaler(self)
         self.sharding = self._make_sharding()
         self.sharding.is_synchronous = self.settings.debug.synchronous
-        self.executor = StageExecutor(model.forward_funcs, self.sharding)
+        self.waits = WaitTimes(self.device)
+        self.executor = StageExecutor(model.forward_funcs, self.sharding, self.waits)
         self.rotary = make_rotary(model.hf_config, self.device)
         self.attention_impl = choose_kernels(model, self.device)
         self.channels = Channels.between_stages(
@@ -148,7 +152,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
             counters = {"skipped_steps": float(self.skipped_steps)}
             if self.loss_scaler is not None:
                 counters["loss_scale"] = float(self.loss_scaler.cur_scale)
-            events = step_events(self.report, self.plan, self.global_samples, None, counters)
+            events = step_events(self.report, self.plan, self.global_samples, counters)
             self.monitor.write_events(events)
         self._step = None
         return loss
@@ -170,6 +174,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
     def execute_evaluation(self, step: StepState) -> None:
         """Run the forward-only streams of `step`."""
         self._step = step
+        self.waits.begin_step()
         self.sharding.keeps_gathered = step.plan.keeps_gathered
         self.module.eval()
         forward = schedule.EvaluateChunk
@@ -202,27 +207,24 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         """The batch under a plan, up to and with the optimizer's step."""
         assert self.batch is not None
         self.plan = plan
+        self.waits.begin_step()
         self._step = StepState(self, plan, self.batch)
         self.sharding.keeps_gathered = plan.keeps_gathered
         self.executor.begin_step(1.0 / self._whole_batch.label_weight, plan.loss_block_tokens)
-        super()._exec_schedule(self._train_schedule())
+        counts = self.device.type == "cuda" or self.settings.debug.meter_memory
+        with MemoryMeter(self) if counts else nullcontext() as meter:
+            super()._exec_schedule(self._train_schedule())
+        self._measured_bytes = 0 if meter is None else meter.use.peak_bytes
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Sum of the last stage's token losses, and what the ranks measured, in one all-reduce."""
         assert self._step is not None
         self.timeline = self._step.timeline()
-        mine = [
-            self.executor.loss_sum,
-            self.timeline.busy_s[0],
-            float(self.executor.recomputed_layers),
-            float(self._wants_stop),
-        ]
-        totals = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        with naming_peer_failures(f"summing the loss of step {self.global_steps}"):
-            dist.all_reduce(totals)
-        self._totals = totals.tolist()
-        self.stop_requested = self._totals[3] > 0
-        return totals[0]
+        self._totals = StepTotals.gather(
+            self, self.timeline, self._measured_bytes, self._wants_stop
+        )
+        self.stop_requested = self._totals.wants_stop
+        return torch.tensor(self._totals.loss, dtype=torch.float64, device=self.device)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the step under way; they see it in `stop_requested`."""
@@ -322,17 +324,15 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
 
     def _make_report(self, planning: PlanningReport | None, elapsed_s: float) -> StepReport:
         assert self.plan is not None
-        loss, busy_s, recomputed, _ = self._totals
         report = StepReport.build(
             step=self.global_steps,
-            loss=loss,
+            totals=self._totals,
             grad_norm=float(self.get_global_grad_norm() or 0.0),
             plan=self.plan,
             batch=self._whole_batch,
             planning=planning,
             elapsed_s=elapsed_s,
-            busy_share=busy_s / (dist.get_world_size() * elapsed_s),
-            recomputed_layers=round(recomputed / self.sp_size),
+            rank_s=dist.get_world_size() * elapsed_s,
             calibration=self._calibration.factor,
             repeats=self.recovery.repeats,
         )

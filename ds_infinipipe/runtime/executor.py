@@ -22,6 +22,7 @@ from ds_infinipipe.model.projection import EarlyGradient, WeightWork, add_gradie
 from ds_infinipipe.model.protocol import Decoder, Embedding, Head
 from ds_infinipipe.planner.types import Op
 from ds_infinipipe.runtime.sharding import Sharding
+from ds_infinipipe.runtime.waits import Wait, WaitTimes
 
 __all__ = ["ChunkInput", "StageExecutor"]
 
@@ -80,9 +81,12 @@ class _LayerWork:
 class StageExecutor:
     """The layers of one stage and the chunks that are between their forward and backward."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module], sharding: Sharding) -> None:
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], sharding: Sharding, waits: WaitTimes
+    ) -> None:
         self._layers = list(layers)
         self._sharding = sharding
+        self._waits = waits
         self._in_flight: dict[int, _InFlight] = {}
         self._left: dict[int, deque[_LayerWork]] = {}
         self.loss_block_tokens = 1024
@@ -152,7 +156,7 @@ class StageExecutor:
                 assert hidden is not None
                 record.hidden_gradient = self._head(index, hidden, given)
                 if is_final:
-                    self._sharding.settle(index)
+                    self._settle(index)
                 hidden = None
             else:
                 assert hidden is not None
@@ -202,11 +206,11 @@ class StageExecutor:
             upcoming = record.segments[-1].layer if record.segments else following
             self._fetch(segment.layer, upcoming)
             gradient = self._backward_segment(record.context, segment, gradient)
-            self._sharding.reduce(segment.layer)
+            self._reduce(segment.layer)
             if is_final:
-                self._sharding.settle(segment.layer)
+                self._settle(segment.layer)
             self._release(segment.layer, upcoming)
-        self._sharding.flush()
+        self._flush()
         return gradient
 
     def backward_input(
@@ -251,10 +255,10 @@ class StageExecutor:
                 if weight.requires_grad:
                     ids_T, output_gradient = layer_work.ids_T, layer_work.output_gradient
                     add_gradient(weight, layer.weight_gradient(ids_T, output_gradient))
-            self._sharding.reduce(layer_work.layer)
+            self._reduce(layer_work.layer)
             if is_final:
-                self._sharding.settle(layer_work.layer)
-        self._sharding.flush()
+                self._settle(layer_work.layer)
+        self._flush()
 
     def abandon(self) -> None:
         """Drop everything in flight after an error."""
@@ -263,9 +267,22 @@ class StageExecutor:
         self._left.clear()
 
     def _fetch(self, index: int, following: int | None) -> None:
-        self._sharding.fetch(index)
+        with self._waits.during(Wait.GATHERS):
+            self._sharding.fetch(index)
         if following is not None:
             self._sharding.prefetch(following)
+
+    def _reduce(self, index: int) -> None:
+        with self._waits.during(Wait.REDUCTIONS):
+            self._sharding.reduce(index)
+
+    def _settle(self, index: int) -> None:
+        with self._waits.during(Wait.REDUCTIONS):
+            self._sharding.settle(index)
+
+    def _flush(self) -> None:
+        with self._waits.during(Wait.REDUCTIONS):
+            self._sharding.flush()
 
     def _release(self, index: int, following: int | None) -> None:
         if following != index:
@@ -298,8 +315,8 @@ class StageExecutor:
         )
         self._losses.append(loss.detach().double())
         (loss * self._sharding.loss_multiplier).backward()
-        self._sharding.reduce(index)
-        self._sharding.flush()
+        self._reduce(index)
+        self._flush()
         assert source.grad is not None
         return source.grad
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ds_infinipipe.planner.types import Instruction
 from ds_infinipipe.runtime.finite import may_step
+from ds_infinipipe.runtime.waits import Wait
 
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine
@@ -121,8 +122,10 @@ def step_plan(engine: InfiniPipeEngine, instruction: Instruction, position: int)
     """Complete the step's gradients, then DeepSpeed's own clipping, optimizer and scheduler."""
     step = engine.enter(instruction, position)
     step.check_complete()
-    engine.channels.drain()
-    engine.sharding.finish_gradients(engine.module.tied_parameter, engine.grid.tied_pg)
+    with engine.waits.during(Wait.TRANSFERS):
+        engine.channels.drain()
+    with engine.waits.during(Wait.REDUCTIONS):
+        engine.sharding.finish_gradients(engine.module.tied_parameter, engine.grid.tied_pg)
     for hook in engine.before_step_hooks:
         hook(engine)
     if may_step(engine, step):

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ from torch.utils._pytree import tree_leaves
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.p2p import Channel
 from ds_infinipipe.runtime.sharding import ReplicatedSharding, Zero3Sharding
+
+if TYPE_CHECKING:
+    from ds_infinipipe.runtime.engine import InfiniPipeEngine
 
 __all__ = ["MemoryMeter", "MemoryUse", "StorageKind", "live_tensor_bytes"]
 

@@ -28,7 +28,6 @@ def step_events(
     report: StepReport,
     plan: Plan,
     num_samples: int,
-    peak_bytes: int | None,
     counters: Mapping[str, float],
 ) -> list[tuple[str, float, int]]:
     """(tag, value, samples) for `monitor.write_events`; `counters` are the engine's, by tag."""
@@ -53,11 +52,15 @@ def step_events(
         "predicted_bubble_ratio": report.predicted_bubble_ratio,
         "planning_s": report.solve_s,
         "planning_wait_s": report.planning_wait_s,
-        "predicted_peak_gib": max(plan.predicted.peak_bytes) / 2**30,
+        "exposed_communication": report.exposed_communication,
+        **{f"exposed_{kind.value}": share for kind, share in report.waits.items()},
+        "predicted_peak_gib": max(stage.predicted for stage in report.memory) / 2**30,
         "memory_limit_gib": report.memory_limit_gib,
         "out_of_memory_repeats": report.repeats,
         **counters,
     }
-    if peak_bytes is not None:
-        values["peak_gib"] = peak_bytes / 2**30
+    measured = [stage for stage in report.memory if stage.measured]
+    if measured:
+        values["peak_gib"] = max(stage.measured for stage in measured) / 2**30
+        values["peak_over_predicted"] = max(s.measured / s.predicted for s in measured)
     return [(f"{_PREFIX}/{name}", float(value), num_samples) for name, value in values.items()]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ds_infinipipe.planner.types import ChunkKind, Plan
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.planning import PlanningReport
+from ds_infinipipe.runtime.totals import StageMemory, StepTotals
+from ds_infinipipe.runtime.waits import Wait
 
 __all__ = ["StepReport", "TimeCalibration"]
 
@@ -59,33 +62,48 @@ class StepReport:
     memory_limit_gib: float = 0.0
     repeats: int = 0
     """How often the step was started again because a rank ran out of memory."""
+    waits: Mapping[Wait, float] = field(default_factory=dict)
+    """Shares of the rank-seconds in which compute stood still for communication. Transfers, which
+    also wait while a neighbour computes, are part of the bubbles; the others are not."""
+    memory: tuple[StageMemory, ...] = ()
+    """Peak bytes by stage, up to the optimizer's step, as predictions are."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.elapsed_s
+
+    @property
+    def exposed_communication(self) -> float:
+        """Share of the rank-seconds spent waiting for communication of any kind."""
+        return sum(self.waits.values())
+
+    @property
+    def measured_memory(self) -> StageMemory | None:
+        """That of the stage with the highest measured peak; None where nothing was measured."""
+        fullest = max(self.memory, key=lambda stage: stage.measured, default=None)
+        return fullest if fullest is not None and fullest.measured else None
 
     @classmethod
     def build(
         cls,
         *,
         step: int,
-        loss: float,
+        totals: StepTotals,
         grad_norm: float,
         plan: Plan,
         batch: StepBatch,
         planning: PlanningReport | None,
         elapsed_s: float,
-        busy_share: float,
-        recomputed_layers: int,
+        rank_s: float,
         calibration: float,
         repeats: int = 0,
     ) -> StepReport:
-        """`busy_share` is the share of rank-seconds spent computing; the rest is bubble."""
+        """`rank_s` is the step's time times the ranks; what they did not compute is bubble."""
         kinds = Counter(chunk.kind for chunk in plan.chunks)
         planning = planning or PlanningReport(plan.solver.time_s, 0.0)
         return cls(
             step=step,
-            loss=loss,
+            loss=totals.loss,
             grad_norm=grad_norm,
             tokens=batch.num_tokens,
             padding_tokens=plan.padding_tokens,
@@ -93,11 +111,11 @@ class StepReport:
             without_label=batch.num_without_label,
             chunks={kind.value: kinds[kind] for kind in ChunkKind},
             pipelines=len(plan.pipelines),
-            recomputed_layers=recomputed_layers,
+            recomputed_layers=totals.recomputed_layers,
             elapsed_s=elapsed_s,
             simulated_s=plan.predicted.step_time_s,
             predicted_s=plan.predicted.step_time_s * calibration,
-            bubble_ratio=1.0 - busy_share,
+            bubble_ratio=1.0 - totals.busy_s / rank_s,
             predicted_bubble_ratio=plan.predicted.bubble_ratio,
             solve_s=planning.solve_s,
             planning_wait_s=planning.waited_s,
@@ -105,6 +123,8 @@ class StepReport:
             planning_ahead=planning.was_ahead,
             memory_limit_gib=plan.memory_limit_bytes / 2**30,
             repeats=repeats,
+            waits={kind: wait_s / rank_s for kind, wait_s in totals.waits_s.items()},
+            memory=totals.memory,
         )
 
     def line(self) -> str:
@@ -117,10 +137,18 @@ class StepReport:
             f"in {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} | "
             f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
             f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "
-            f"{self.predicted_bubble_ratio:.0%}) | {self._planning()}{self._memory()}"
+            f"{self.predicted_bubble_ratio:.0%}), exposed communication "
+            f"{self.exposed_communication:.0%}{self._peak()} | {self._planning()}{self._repeats()}"
         )
 
-    def _memory(self) -> str:
+    def _peak(self) -> str:
+        memory = self.measured_memory
+        if memory is None:
+            return ""
+        measured, predicted = (n / 2**30 for n in (memory.measured, memory.predicted))
+        return f" | peak {measured:.4g} GiB (predicted {predicted:.4g})"
+
+    def _repeats(self) -> str:
         if not self.repeats:
             return ""
         times = "once" if self.repeats == 1 else f"{self.repeats} times"

@@ -16,6 +16,7 @@ from ds_infinipipe.planner.types import Instruction, Op, Plan, Span, Timeline
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.clock import make_clock
 from ds_infinipipe.runtime.executor import ChunkInput
+from ds_infinipipe.runtime.waits import Wait
 
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine
@@ -55,8 +56,9 @@ class StepState:
         if engine.is_first_stage():
             given.ids_T = self.batch.chunk_ids(shape, sp_rank, sp_size).to(engine.device)
         else:
-            given.hidden_1TE = engine.channels.activations_in.wait(chunk)
-            engine.channels.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
+            with engine.waits.during(Wait.TRANSFERS):
+                given.hidden_1TE = engine.channels.activations_in.wait(chunk)
+                engine.channels.gradients_out.confirm(self._gradients_taken.get(chunk, -1))
         if engine.is_last_stage():
             given.labels_T = self.batch.chunk_labels(shape, sp_rank, sp_size).to(engine.device)
             weights_T = self.batch.chunk_weights(shape, sp_rank, sp_size)
@@ -74,8 +76,9 @@ class StepState:
         engine = self._engine
         if engine.is_last_stage():
             return None
-        gradient = engine.channels.gradients_in.wait(chunk)
-        engine.channels.activations_out.confirm(self._activations_taken.get(chunk, -1))
+        with engine.waits.during(Wait.TRANSFERS):
+            gradient = engine.channels.gradients_in.wait(chunk)
+            engine.channels.activations_out.confirm(self._activations_taken.get(chunk, -1))
         return gradient
 
     def wire_format(self, chunk: int) -> tuple[tuple[int, int, int], torch.dtype, torch.device]:
@@ -164,6 +167,7 @@ class StepState:
             dtype=engine.module.dtype,
             attention_impl=engine.attention_impl,
             joins_qkv=engine.settings.runtime.all_to_all == "fused",
+            watch=engine.waits.stopwatch(Wait.ALL_TO_ALLS) if engine.sp_size > 1 else None,
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,6 +65,46 @@ def _check_joint(rank: int, head_counts: list[tuple[int, int]]) -> None:
             [*joint, *(t.grad for t in one)], [*separate, *(t.grad for t in three)], strict=True
         ):
             assert torch.equal(a, b)
+
+
+class _Notes(list[str]):
+    """A stopwatch that writes down when it was pressed."""
+
+    def start(self) -> None:
+        self.append("start")
+
+    def stop(self) -> None:
+        self.append("stop")
+
+
+def _watched(rank: int, joins: bool) -> tuple[list[str], list[str]]:
+    """What a stopwatch is told in forward and in backward, and the exchanges in between."""
+    notes, exchange = _Notes(), dist.all_to_all_single
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        notes.append("exchange")
+        return exchange(*args, **kwargs)
+
+    mine = [_mine(_random(4, seed), rank) for seed in range(3)]
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        if joins:
+            heads = join_to_heads(mine[0], mine[1], mine[2], dist.group.WORLD, notes)
+        else:
+            heads = tuple(to_heads(t, dist.group.WORLD, notes) for t in mine)
+        out = to_tokens(_attend(*heads, "cpu_flash"), dist.group.WORLD, 4, notes)
+        forward = list(notes)
+        notes.clear()
+        out.sum().backward()
+    return forward, list(notes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_stopwatch_runs_exactly_while_exchanges_do(joins: bool) -> None:
+    exchanges = 2 if joins else 4
+    for forward, backward in run_ranks(_watched, 2, joins):
+        assert forward == ["start", "exchange", "stop"] * exchanges
+        assert backward == ["start", "exchange", "stop"] * exchanges
 
 
 def _head_ids(rank: int, num_heads: int) -> list[float]:

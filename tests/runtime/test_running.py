@@ -176,6 +176,7 @@ def test_a_recorded_step_without_its_batch_is_refused(tmp_path: Path) -> None:
 
 def _monitored(rank: int, folder: str) -> None:
     config = selftest.make_config(_CASE)
+    config["infinipipe"]["debug"] = {"meter_memory": True}
     config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "job"}
     engine = selftest.engine_from_config(config, _CASE.dtype)
     for step in range(2):
@@ -186,7 +187,9 @@ def _monitored(rank: int, folder: str) -> None:
 def test_deepspeeds_csv_monitor_receives_the_steps_figures(tmp_path: Path) -> None:
     run_ranks(_monitored, 2, str(tmp_path), timeout=90.0)
     names = {p.name for p in (tmp_path / "job").glob("*.csv")}
-    for tag in ("loss", "tokens_per_s", "bubble_ratio", "model_flops_utilisation", "skipped_steps"):
+    expected = "loss tokens_per_s bubble_ratio model_flops_utilisation skipped_steps "
+    expected += "exposed_communication exposed_transfers peak_gib predicted_peak_gib "
+    for tag in (expected + "peak_over_predicted").split():
         assert f"Train_InfiniPipe_{tag}.csv" in names
     rows = list(csv.reader((tmp_path / "job" / "Train_InfiniPipe_loss.csv").open()))
     assert len(rows) == 3  # a heading and two steps
