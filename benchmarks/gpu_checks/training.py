@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from gpu_checks.measure import Budget, Row, Sizes, seconds
 __all__ = ["check_training"]
 
 _TIMED_STEPS = 2
+_MOST_SLICES = 512
 
 
 def check_training(sizes: Sizes, budget: Budget) -> Iterator[Row]:
@@ -146,7 +148,10 @@ def _ratios(flops_rate: dict[tuple[str, int], float], sizes: Sizes) -> Iterator[
 
 
 def _longest(engine: InfiniPipeEngine, sizes: Sizes) -> Iterator[Row]:
-    """One step at the longest context asked for, in slices."""
+    """One step at the longest context asked for, in slices; and the longest there could be."""
+    for way in ("sliced", "whole"):
+        longest = _longest_by_model(engine, sizes, is_whole=way == "whole")
+        yield Row("training", f"longest {way} by the memory model", longest / 1024, "Ki tokens")
     tokens = sizes.longest_tokens
     plan = _plan_that_fits(engine, sizes, tokens, sizes.slice_tokens)
     if plan is None:
@@ -161,14 +166,38 @@ def _longest(engine: InfiniPipeEngine, sizes: Sizes) -> Iterator[Row]:
     yield Row("training", f"longest {tokens}", peak, "GiB predicted", "fits", True)
 
 
+def _longest_by_model(engine: InfiniPipeEngine, sizes: Sizes, *, is_whole: bool) -> int:
+    """Most tokens, in whole slices, whose plan with all layers recomputed fits the device."""
+    layers, limit = engine.module.spec.num_layers, _memory_limit(sizes)
+
+    def fits(tokens: int) -> bool:
+        plan = _fixed_plan(engine, tokens, tokens if is_whole else sizes.slice_tokens, layers)
+        return plan.predicted.peak_bytes[0] <= limit
+
+    fitting, too_many = 0, 1
+    while too_many <= _MOST_SLICES and fits(too_many * sizes.slice_tokens):
+        fitting, too_many = too_many, 2 * too_many
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle * sizes.slice_tokens):
+            fitting = middle
+        else:
+            too_many = middle
+    return fitting * sizes.slice_tokens
+
+
+def _memory_limit(sizes: Sizes) -> int:
+    """Nine tenths of the device; in a dry run a few megabytes, so that not everything fits."""
+    if sizes.device.type != "cuda":
+        return 2**24
+    return int(0.9 * torch.cuda.get_device_properties(sizes.device).total_memory)
+
+
 def _plan_that_fits(
     engine: InfiniPipeEngine, sizes: Sizes, tokens: int, slice_tokens: int
 ) -> Plan | None:
     """Equal slices with as few recomputed layers as nine tenths of the device hold."""
-    limit = 2**40
-    if sizes.device.type == "cuda":
-        limit = int(0.9 * torch.cuda.get_device_properties(sizes.device).total_memory)
-    layers = engine.module.spec.num_layers
+    limit, layers = _memory_limit(sizes), engine.module.spec.num_layers
     for recompute in range(layers + 1):
         plan = _fixed_plan(engine, tokens, slice_tokens, recompute)
         if plan.predicted.peak_bytes[0] <= limit:
@@ -219,28 +248,50 @@ def _plain(sizes: Sizes, budget: Budget, flops_rate: dict[tuple[str, int], float
         if budget.left_s < 20 and not sizes.is_dry:
             yield Row("plain", f"{tokens}", None, "", note="no time left")
             continue
-        batch = _batch(tokens, int(sizes.model["vocab_size"]))
-        ids = torch.from_numpy(batch.ids[0])[None].to(sizes.device)
-        labels = torch.from_numpy(batch.labels[0]).to(sizes.device)
+        yield _plain_row(_PlainStep(model, optimizer, sizes, tokens), sizes, _TIMED_STEPS)
+    if budget.left_s > 60 or sizes.is_dry:
+        yield _plain_row(_PlainStep(model, optimizer, sizes, sizes.longest_tokens), sizes, 0)
 
-        def step(ids: torch.Tensor = ids, labels: torch.Tensor = labels) -> None:
-            logits = model(ids, use_cache=False).logits[0]
-            F.cross_entropy(logits.float(), labels, ignore_index=-100).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-        try:
-            if is_cuda:
-                torch.cuda.reset_peak_memory_stats()
-            taken_s = seconds(step, sizes, _TIMED_STEPS)
-        except torch.OutOfMemoryError:
-            yield Row("plain", f"{tokens}", None, "", note="out of memory")
-            optimizer.zero_grad()
-            _free()
-            continue
-        peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
-        note = "" if peak is None else f"peak {peak:.1f} GiB; bf16 masters, no float32 states"
-        yield Row("plain", f"{tokens} tokens/s", tokens / taken_s, "", note=note)
+@dataclass
+class _PlainStep:
+    """One optimizer step on one document, all its logits in memory."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    sizes: Sizes
+    tokens: int
+
+    def run(self) -> None:
+        batch = _batch(self.tokens, int(self.sizes.model["vocab_size"]))
+        ids = torch.from_numpy(batch.ids[0])[None].to(self.sizes.device)
+        labels = torch.from_numpy(batch.labels[0]).to(self.sizes.device)
+        logits = self.model(ids, use_cache=False).logits[0]
+        F.cross_entropy(logits.float(), labels, ignore_index=-100).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _plain_row(step: _PlainStep, sizes: Sizes, timed_steps: int) -> Row:
+    """Tokens a second and peak memory; without timed steps, whether one step fits."""
+    is_cuda, name = sizes.device.type == "cuda", f"{step.tokens} tokens/s"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        if timed_steps:
+            rate: float | None = step.tokens / seconds(step.run, sizes, timed_steps)
+        else:
+            rate, name = None, f"longest {step.tokens}"
+            step.run()
+    except torch.OutOfMemoryError:
+        step.optimizer.zero_grad()
+        _free()
+        return Row("plain", name, None, "", note="out of memory")
+    note = "fits"
+    if is_cuda:
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        note = f"peak {peak:.1f} GiB; bf16 masters, no float32 states"
+    return Row("plain", name, rate, "", note=note)
 
 
 def _free() -> None:
