@@ -103,6 +103,7 @@ def test_training_under_the_launcher_logs_every_step_and_learns(
     [
         ("infinipipe.planer.mode=paper", 2, "did you mean 'planner'?"),
         ("infinipipe.parallel.pp=3", 2, "pp 3 x sp 2 x dp 1 = 6 ranks, but 4 were started"),
+        ("infinipipe.data.path=/nowhere", 2, "data path '/nowhere' is neither a file nor"),
     ],
 )
 def test_bad_input_under_the_launcher_ends_with_its_exit_code(
@@ -110,5 +111,6 @@ def test_bad_input_under_the_launcher_ends_with_its_exit_code(
 ) -> None:
     done = launch(tmp_path, tiny_run(corpus), override)
     assert done.returncode == code, done.stdout + done.stderr
-    assert expected in done.stderr
+    assert done.stderr.count(expected) == 1
+    assert expected in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr

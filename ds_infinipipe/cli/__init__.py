@@ -10,14 +10,17 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.runtime.last_words import LastWords, report_failure
 
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
+_PATIENCE_S = 3.0
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _VERBS = (
     "train",
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = os.environ.get("RANK")
         where = "" if rank is None else f" (rank {rank})"
         # one write, so that the messages of several ranks do not mix
-        sys.stderr.write(f"{_PROGRAM} {args.verb}{where}: {error}\n")
+        _report(error, f"{_PROGRAM} {args.verb}{where}: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -65,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output has gone; keep the interpreter from flushing into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _report(error: InfiniPipeError, text: str) -> None:
+    """Print an error, under a launcher on one rank."""
+    has_joined = isinstance(sys.excepthook, LastWords)
+    if not has_joined and os.environ.get("LOCAL_RANK", "0") != "0":
+        # The first rank of this machine has most likely found the same, and a launcher ends the
+        # others with it.
+        time.sleep(_PATIENCE_S)
+    report_failure(error, lambda: sys.stderr.write(text))
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 from ds_infinipipe import errors
 from ds_infinipipe.errors import ConfigError, InfiniPipeError
 from ds_infinipipe.runtime.faults import naming_peer_failures
+from ds_infinipipe.runtime.last_words import refer
 
 __all__ = ["check_same_config", "check_writable", "raise_together", "refusing"]
 
@@ -32,10 +33,12 @@ def raise_together(what: str, pg: Any = None) -> Iterator[None]:
         failure = error
     found = _exchange(failure, pg)
     if failure is not None:
+        if found and found[0][1:] == _describe(failure):
+            refer(failure, found[0][0])
         raise failure
     for rank, name, message in found:
         kind = getattr(errors, name, InfiniPipeError)
-        raise kind(f"{what}, rank {rank}: {message}")
+        raise refer(kind(f"{what}, rank {rank}: {message}"), rank)
 
 
 def check_same_config(config: Mapping[str, Any]) -> None:
@@ -52,10 +55,11 @@ def check_same_config(config: Mapping[str, Any]) -> None:
         names = sorted(n for n in {*everyone[0], *other} if everyone[0].get(n) != other.get(n))
         if names:
             values = (everyone[0].get(names[0], "absent"), other.get(names[0], "absent"))
-            raise ConfigError(
+            error = ConfigError(
                 f"ranks 0 and {rank} have different configurations: {names[0]} is {values[0]} and "
                 f"{values[1]} ({len(names)} keys differ); give every rank the same file"
             )
+            raise refer(error, 0)
 
 
 def _flat(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -102,8 +106,12 @@ def refusing(what: str) -> Iterator[None]:
 def _exchange(failure: Exception | None, pg: Any) -> list[tuple[int, str, str]]:
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return []
-    mine = None if failure is None else (type(failure).__name__, str(failure))
+    mine = None if failure is None else _describe(failure)
     everyone: list[tuple[str, str] | None] = [None] * torch_dist.get_world_size()
     with naming_peer_failures("agreeing with the other ranks"):
         torch_dist.all_gather_object(everyone, mine, group=pg)
     return [(rank, *entry) for rank, entry in enumerate(everyone) if entry is not None]
+
+
+def _describe(failure: Exception) -> tuple[str, str]:
+    return type(failure).__name__, str(failure)

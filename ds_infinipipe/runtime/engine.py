@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import InfiniPipeError
@@ -145,8 +145,12 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.plan, self.batch = plan, batch
         self._whole_batch = batch if whole is None else whole
         started = time.perf_counter()
-        with self.recovery.explaining():
-            loss: torch.Tensor = super().train_batch()
+        try:
+            with self.recovery.explaining():
+                loss: torch.Tensor = super().train_batch()
+        except Exception:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # left running, it would refuse the next step
+            raise
         self.report = self._make_report(planning, time.perf_counter() - started)
         if self.global_rank == 0 and self.monitor.enabled:
             counters = {"skipped_steps": float(self.skipped_steps)}

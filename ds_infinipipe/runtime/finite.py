@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 
 from ds_infinipipe.errors import NonFiniteError
 from ds_infinipipe.runtime.faults import check_all_took_part
+from ds_infinipipe.runtime.last_words import refer
 from ds_infinipipe.runtime.loss_scale import is_exhausted
 from ds_infinipipe.runtime.record import save_step
 
@@ -74,9 +75,10 @@ def _handle(engine: InfiniPipeEngine, step: StepState, found: str) -> None:
         f"{settings.failure_dir}/{name}.json for 'infinipipe replay'"
     )
     if settings.on_nonfinite == "stop":
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"{message}. Lower the learning rate or clip gradients, or set "
             "infinipipe.training.on_nonfinite to skip"
         )
+        raise refer(error, 0)
     if engine.global_rank == 0:
         logger.warning("%s, and skipped", message)

@@ -13,6 +13,8 @@ import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
+from ds_infinipipe.runtime.regroup import open_gloo_group
+
 __all__ = ["InfiniPipeGrid", "adopt_grid"]
 
 
@@ -76,10 +78,10 @@ class InfiniPipeGrid(PipelineParallelGrid):
                 self.gradient_pg = pg
         for replica in range(self._topo.get_dim("replica")):
             ranks = self._topo.get_axis_list("replica", replica)
-            pg = torch_dist.new_group(ranks=ranks, backend="gloo", timeout=timeout)
+            pg = open_gloo_group(ranks, timeout)
             if self.global_rank in ranks:
                 self.plan_pg, self.plan_rank = pg, min(ranks)
-        self.control_pg = torch_dist.new_group(backend="gloo", timeout=timeout)
+        self.control_pg = open_gloo_group(None, timeout)
 
     def get_sequence_parallel_group(self) -> Any:
         return self.sequence_pg

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,8 +38,11 @@ from ds_infinipipe.model.weights import check_weights, init_parameter, load_weig
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
+from ds_infinipipe.runtime.board import Board, connect_to_store
 from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
+from ds_infinipipe.runtime.last_words import LastWords
+from ds_infinipipe.runtime.regroup import cut_connections
 from ds_infinipipe.runtime.surface import check_surface, skip_shared_memory_build
 
 __all__ = ["InfiniPipeModule", "init_distributed"]
@@ -57,6 +61,9 @@ def init_distributed(timeout_s: float) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with naming_peer_failures("joining the process group"):
         deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+    if dist.get_world_size() > 1:
+        notes = Board("infinipipe/end", connect_to_store(timeout_s))
+        sys.excepthook = LastWords(notes, dist.get_rank(), dist.get_world_size(), cut_connections)
 
 
 class InfiniPipeModule(PipelineModule):

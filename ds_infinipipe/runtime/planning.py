@@ -32,6 +32,7 @@ from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
 from ds_infinipipe.planner.types import Plan
 from ds_infinipipe.runtime.agree import raise_together
 from ds_infinipipe.runtime.faults import naming_peer_failures
+from ds_infinipipe.runtime.last_words import refer
 
 __all__ = ["PlanService", "PlanWorker", "PlanningReport", "PlanningTask"]
 
@@ -257,7 +258,8 @@ class PlanService:
         payload = self._solve(lengths, aside, at_most_bytes) if self._is_solver else None
         answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
-            raise getattr(errors, answer["error_type"], InfiniPipeError)(answer["message"])
+            kind = getattr(errors, answer["error_type"], InfiniPipeError)
+            raise refer(kind(answer["message"]), self._solver)
         plan = Plan.from_json(answer["plan"])
         self._compare(plan, lengths)
         report = PlanningReport(
@@ -328,12 +330,13 @@ class PlanService:
         differs = torch.tensor([int(plan.lengths != lengths)])
         torch_dist.all_reduce(differs, group=self._pg)
         if differs.item():
-            raise PlanMismatchError(
+            error = PlanMismatchError(
                 f"{differs.item()} of {torch_dist.get_world_size(self._pg)} ranks hold a batch "
                 f"other than the planned one ({len(plan.lengths)} sequences, {plan.num_tokens} "
                 "tokens): every rank must read the same sequences in the same order; check seeds "
                 "and samplers"
             )
+            raise refer(error, self._solver)
 
 
 def _solve_here(task: PlanningTask, lengths: tuple[int, ...], *, greedy: bool) -> dict[str, Any]:

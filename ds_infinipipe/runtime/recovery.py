@@ -33,6 +33,7 @@ from ds_infinipipe.runtime.faults import (
     naming_peer_failures,
     transport_reason,
 )
+from ds_infinipipe.runtime.last_words import refer
 from ds_infinipipe.runtime.out_of_memory import (
     OomReport,
     format_size,
@@ -91,6 +92,7 @@ class Recovery:
         possible or not wanted, PeerTimeoutError for a lost peer, and what else `attempt` raises.
         """
         self.repeats = 0
+        self._channel.begin()
         while True:
             try:
                 return attempt(plan)
@@ -111,7 +113,7 @@ class Recovery:
             report = None if announced is None else OomReport.from_json(announced)
             if report is None or (self._is_enabled and not report.lost):
                 raise
-            raise OutOfMemoryError(f"{report}{self._ending(report)}") from error
+            raise self._end(report) from error
 
     def close(self) -> None:
         """End the thread that listens for other ranks."""
@@ -144,15 +146,17 @@ class Recovery:
             self._groups.abort(self._channel.round)
         if not self._is_enabled or first.lost:
             self._channel.linger()
-            raise OutOfMemoryError(f"{mine or first}{self._ending(first)}") from error
+            raise self._end(first) from error
         self.activity = Activity("waiting for all ranks to repeat a step", time.monotonic())
         texts = self._channel.meet("" if mine is None else mine.to_json())
         reports = [OomReport.from_json(text) for text in texts if text]
         lost = [report for report in reports if report.lost]
         if lost or self.repeats == self._settings.max_repeats:
-            first = (lost or reports)[0]
-            raise OutOfMemoryError(f"{first}{self._ending(first)}") from error
+            raise self._end((lost or reports)[0]) from error
         return reports
+
+    def _end(self, report: OomReport) -> OutOfMemoryError:
+        return refer(OutOfMemoryError(f"{report}{self._ending(report)}"), report.rank)
 
     def _ending(self, report: OomReport) -> str:
         lower = (
@@ -175,7 +179,11 @@ class Recovery:
         else:
             peers = [r for r in self._engine.grid.sequence_ranks if r != self._engine.global_rank]
             reason = f"in a collective with ranks {peers}: {transport_reason(error)}"
-        return PeerTimeoutError(f"{reason}. This is {where}; look at the first rank that failed")
+        failed = self._channel.failed()
+        cause = "look at the first rank that failed"
+        if failed is not None:
+            cause = f"the first to fail was {failed}"
+        return PeerTimeoutError(f"{reason}. This is {where}; {cause}")
 
     def _plan_again(self, plan: Plan, lengths: Sequence[int], reports: Sequence[OomReport]) -> Plan:
         engine, first = self._engine, reports[0]
@@ -191,9 +199,8 @@ class Recovery:
             failed_here = any(r.replica == engine.grid.replica for r in reports)
             smaller = engine.plan_within(limit, lengths, limit if failed_here else None)
         except InfeasiblePlanError as error:
-            raise InfeasiblePlanError(
-                f"{first}. Planned anew within {format_size(limit)}: {error}"
-            ) from error
+            message = f"{first}. Planned anew within {format_size(limit)}: {error}"
+            raise refer(InfeasiblePlanError(message), first.rank) from error
         if engine.global_rank == 0:
             logger.warning(
                 "%s. %d of %d ranks did; the step is repeated, planned within %s, and later steps "

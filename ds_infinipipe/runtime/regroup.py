@@ -15,6 +15,7 @@ import itertools
 import json
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 from ds_infinipipe.errors import ConfigError, InfiniPipeError
 from ds_infinipipe.runtime.sockets import Socket, connected_sockets
 
-__all__ = ["GroupSet"]
+__all__ = ["GroupSet", "cut_connections", "open_gloo_group"]
 
 # A group keeps its backends by a number of eight bits, and never lets go of one. The first few are
 # torch's own kinds.
@@ -36,6 +37,21 @@ _FIRST_KIND, _LAST_KIND = 32, 255
 # last backend, and its sockets.
 _kinds: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 _sockets: WeakKeyDictionary[ProcessGroup, list[Socket]] = WeakKeyDictionary()
+
+
+def open_gloo_group(ranks: Sequence[int] | None, timeout: timedelta) -> Any:
+    """A new gloo group, all ranks where `ranks` is None, that `cut_connections` can cut."""
+    before = set(connected_sockets())
+    pg = torch_dist.new_group(ranks=ranks, backend="gloo", timeout=timeout)
+    if isinstance(pg, ProcessGroup):
+        _sockets[pg] = [s for s in connected_sockets() if s not in before]
+    return pg
+
+
+def cut_connections() -> None:
+    """End what other ranks wait for in known gloo groups, for a process that is about to end."""
+    for connection in itertools.chain.from_iterable(_sockets.values()):
+        connection.shut_down()
 
 
 class GroupSet:

@@ -11,20 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TypeVar
 
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import PeerTimeoutError
+from ds_infinipipe.runtime.board import Board, connect_to_store
 from ds_infinipipe.runtime.faults import naming_peer_failures, transport_reason
-from ds_infinipipe.runtime.sockets import connected_sockets
 
 __all__ = ["SideChannel"]
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 _POLL_S = 0.25
 _MEETING_POLL_S = 0.02
@@ -43,14 +39,13 @@ class SideChannel:
     ) -> None:
         self._rank, self._world_size = torch_dist.get_rank(), torch_dist.get_world_size()
         self._timeout_s = timeout_s
-        # a client of its own: the default one may be inside a blocking call of another thread
-        store = torch_dist.distributed_c10d._get_default_store().clone()
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store = connect_to_store(timeout_s)
         # every rank builds its engines in one order
         number = store.add(f"infinipipe/engines/{self._rank}", 1)
-        self.store = torch_dist.PrefixStore(f"infinipipe/{number}/", store)
-        self._port = getattr(self.store._underlying_non_prefix_store, "port", None)
+        self._board = Board(f"infinipipe/{number}/", store)
+        self.store = self._board.store
         self.round = 0
+        self._attempts = 0
         self._heard: tuple[int, str] | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -61,9 +56,13 @@ class SideChannel:
             )
             self._thread.start()
 
+    def begin(self) -> None:
+        """Forget who failed before: all ranks begin something together."""
+        self._attempts += 1
+
     def announce(self, text: str) -> None:
         """Tell every rank; the first announcement of a round stands."""
-        self._ask(lambda: self.store.compare_set(self._key("announced"), "", text))
+        self._board.write_first(self._key("announced"), text)
         if self._thread is not None:
             time.sleep(2 * _POLL_S)  # so that no rank is aborted before it has heard why
 
@@ -72,7 +71,11 @@ class SideChannel:
         heard = self._heard
         if heard is not None and heard[0] == self.round:
             return heard[1]
-        return self._ask(lambda: self._read(self.store, self.round))
+        return self._board.read(self._key("announced"))
+
+    def failed(self) -> str | None:
+        """Which rank said since `begin` that it failed, and why."""
+        return self._board.read(self._failure_key)
 
     def linger(self) -> None:
         """Give the other ranks time to read the announcement; the store may die with this one."""
@@ -101,8 +104,8 @@ class SideChannel:
         self.round += 1
 
     def fail(self, reason: str) -> None:
-        """Tell ranks that wait in `meet` that this one will not come."""
-        self._ask(lambda: self.store.set(self._key("failed"), f"rank {self._rank}: {reason}"))
+        """Tell ranks that wait in `meet` that this one will not come; the first one stands."""
+        self._board.write_first(self._failure_key, f"rank {self._rank}: {reason}")
 
     def close(self) -> None:
         """End the thread."""
@@ -111,7 +114,7 @@ class SideChannel:
             self._thread.join()
 
     def _check_meeting(self, keys: list[str], deadline: float, timeout_s: float) -> None:
-        failed = self._key("failed")
+        failed = self._failure_key
         if self.store.check([failed]):
             raise PeerTimeoutError(
                 "the step cannot be repeated after running out of memory, as another rank failed: "
@@ -140,20 +143,13 @@ class SideChannel:
                 self._heard = number, text
                 on_announcement(number)
 
-    def _ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """None where the process that serves the store has gone: asking it would print a trace."""
-        ours = [s for s in connected_sockets() if s.ports[1] == self._port]
-        if not all(connection.is_open() for connection in ours):
-            return None
-        try:
-            return question()
-        except RuntimeError as error:
-            logger.debug("the store is gone: %s", transport_reason(error))
-            return None
-
     def _read(self, store: torch_dist.Store, number: int) -> str | None:
         key = f"{number}/announced"
         return store.get(key).decode() if store.check([key]) else None
+
+    @property
+    def _failure_key(self) -> str:
+        return self._key(f"{self._attempts}/failed")
 
     def _key(self, name: str) -> str:
         return f"{self.round}/{name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +89,28 @@ def inject(engine: InfiniPipeEngine, fault: Fault) -> Callable[[], int]:
 
 
 def make_engine(
-    case: Case, *, plans_ahead: bool = False, timeout_s: float = 40.0, **recovery: Any
+    case: Case,
+    *,
+    plans_ahead: bool = False,
+    timeout_s: float = 40.0,
+    section: Mapping[str, Any] | None = None,
+    fp16: Mapping[str, Any] | None = None,
+    **recovery: Any,
 ) -> InfiniPipeEngine:
-    """An engine that recovers, by default down to 99 % of the predicted peak."""
+    """An engine that recovers, by default down to 99 % of the predicted peak.
+
+    `section` and `fp16` go into the configuration's parts of those names.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
     config = selftest.make_config(case)
-    section = config["infinipipe"]
-    section["recovery"] = {"enabled": True, "reduction": 0.99, **recovery}
-    section["runtime"]["timeout_s"] = timeout_s
-    section["planning"] = {"asynchronous": plans_ahead, "deadline_s": timeout_s / 2}
-    section["planner"]["solver"] = "greedy"
+    config["fp16"].update(fp16 or {})
+    ours = config["infinipipe"]
+    ours["recovery"] = {"enabled": True, "reduction": 0.99, **recovery}
+    ours["runtime"]["timeout_s"] = timeout_s
+    ours["planning"] = {"asynchronous": plans_ahead, "deadline_s": timeout_s / 2}
+    ours["planner"]["solver"] = "greedy"
+    ours.update(section or {})
     return selftest.engine_from_config(config, case.dtype)
 
 
