@@ -24,6 +24,7 @@ from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.types import Chunk, Slice
 from ds_infinipipe.runtime.executor import ChunkInput, StageExecutor
+from ds_infinipipe.runtime.waits import WaitTimes
 
 _setup_privateuseone_for_python_backend("gpu")
 GPU = torch.device("gpu", 0)
@@ -68,7 +69,7 @@ class Stage:
         with GPU:
             self.layers = build_stage_layers(config, 0, last, is_first=True, is_last=True)
         torch.set_default_dtype(torch.float32)
-        self.executor = StageExecutor(self.layers, _OneRank())
+        self.executor = StageExecutor(self.layers, _OneRank(), WaitTimes(GPU))
         self.executor.begin_step(1 / 38, 7)
         self.arenas = {0: SequenceArena(LENGTHS[0])}
         self._rotary, self._dtype, self._impl = make_rotary(config, GPU), dtype, impl
