@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_infinipipe.launcher import become_only_rank
 from ds_infinipipe.planner.clusters import load_cluster
 from ds_infinipipe.planner.fit import calibrated_cluster, fit_rows
 from ds_infinipipe.planner.specs import model_from_hf
@@ -54,9 +54,7 @@ def main() -> int:
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29535}.items():
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    become_only_rank()
     device = torch.device("cpu")
     fit = fit_rows(profile_layer(MODEL, device=device, dtype=torch.float32, budget_s=args.budget_s))
     base = load_cluster("cpu-local")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_infinipipe.launcher import become_only_rank
 from ds_infinipipe.planner.types import Op
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.initialize import initialize
@@ -73,9 +73,7 @@ def _single_rank() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.set_num_threads(1)
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**defaults, "MASTER_PORT": "29531"}.items():
-        os.environ.setdefault(name, value)
+    become_only_rank()
 
 
 def _measure(zero_stage: int, steps: int, tokens: int, meter: bool) -> dict[str, Any]:

@@ -21,7 +21,5 @@ cd "$called_from"
 if [ "$hostfile" = /dev/null ] && [[ " ${options[*]-} " != *" --master_port"* ]]; then
     options+=(--master_port "$(free_port)")
 fi
-# chunks differ in size every step, which fragments the default allocator
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 exec deepspeed --hostfile "$hostfile" --no_local_rank ${options[@]+"${options[@]}"} \
     --module ds_infinipipe train --deepspeed_config "$config" "${@:2}"

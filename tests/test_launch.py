@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
-import socket
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ds_infinipipe.cli.config import compose_config
+from launch_cases import CPU, free_port, make_corpus, tiny_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(p for p in (ROOT / "launch").iterdir() if p.suffix in (".sh", ".sbatch"))
@@ -23,42 +24,28 @@ def launch(folder: Path, config: dict[str, Any], *more: str) -> subprocess.Compl
     """Train on 4 CPU ranks under the `deepspeed` launcher."""
     file = folder / "run.json"
     file.write_text(json.dumps(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", os.devnull]
-    command += ["--num_accelerators", "4", "--master_port", port, "--module", "ds_infinipipe"]
+    command += [
+        "--num_accelerators",
+        "4",
+        "--master_port",
+        str(free_port()),
+        "--module",
+        "ds_infinipipe",
+    ]
     return subprocess.run(
         [*command, "train", "--deepspeed_config", str(file), *more],
         cwd=folder,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **CPU},
         capture_output=True,
         text=True,
         timeout=250,
     )
 
 
-def tiny_run(corpus: Path) -> dict[str, Any]:
-    config = compose_config(["experiment=quickstart", f"infinipipe.data.path={corpus}"])
-    config["infinipipe"]["data"] |= {"context_length": 900, "over_length": "split"}
-    config["infinipipe"]["runtime"] = {"timeout_s": 60.0}
-    return config
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Documents of 2 to 900 bytes, most of them short, as text and as JSONL."""
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number, size in enumerate((2, 30, 90, 40, 900, 15, 260, 120, 700, 61, 45, 333)):
-        (folder / f"{number:02d}.txt").write_text(
-            f"{number} the cat sat on the mat. " * 99, "utf-8"
-        )
-        with open(folder / f"{number:02d}.txt", "r+b") as file:
-            file.truncate(size)
-    rows = [{"text": f"a line of its own, number {n}"} for n in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return make_corpus(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
@@ -114,3 +101,148 @@ def test_bad_input_under_the_launcher_ends_with_its_exit_code(
     assert done.stderr.count(expected) == 1
     assert expected in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+_RECORDER = """#!/usr/bin/env bash
+# writes down how it was called
+name="$(basename "$0")"
+{ printf '%s\\n' "$@"; } > "$RECORDS/$name.arguments"
+env > "$RECORDS/$name.environment"
+pwd > "$RECORDS/$name.folder"
+"""
+
+
+@dataclass
+class _Machine:
+    """A copy of launch/ beside a complete environment whose programs only write down their calls,
+    and a folder to call it from."""
+
+    root: Path
+    records: Path
+    here: Path
+
+    @classmethod
+    def build(cls, root: Path, *programs: str) -> _Machine:
+        repository, here, records = root / "repository", root / "here", root / "records"
+        programs_folder = repository / ".venv" / "bin"
+        for folder in (programs_folder, here, records):
+            folder.mkdir(parents=True)
+        shutil.copytree(ROOT / "launch", repository / "launch")
+        shutil.copy(ROOT / "pyproject.toml", repository)
+        stamp = subprocess.run(
+            "cksum < pyproject.toml | tr ' ' '-'",
+            shell=True,
+            cwd=repository,
+            capture_output=True,
+            text=True,
+        )
+        (repository / ".venv" / ".complete-").write_text(stamp.stdout)
+        (programs_folder / "python").symlink_to(sys.executable)
+        for program in programs:
+            file = programs_folder / program
+            file.write_text(_RECORDER)
+            file.chmod(0o755)
+        return cls(repository, records, here)
+
+    def call(self, script: str, *arguments: str, **variables: str) -> None:
+        path = f"{self.root / '.venv' / 'bin'}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(self.root / "launch" / script), *arguments],
+            cwd=self.here,
+            env={**os.environ, **variables, "RECORDS": str(self.records), "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+
+    def arguments(self, program: str) -> list[str]:
+        return (self.records / f"{program}.arguments").read_text().splitlines()
+
+    def environment(self, program: str) -> dict[str, str]:
+        lines = (self.records / f"{program}.environment").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_train_sh_hands_the_launchers_options_and_the_runs_to_deepspeed(tmp_path: Path) -> None:
+    machine = _Machine.build(tmp_path, "deepspeed")
+    (machine.here / "run.json").write_text("{}")
+    machine.call("train.sh", "--include", "localhost:0,1", "--", "run.json", "--steps", "3", "a=b")
+    given = machine.arguments("deepspeed")
+    port = given.pop(given.index("--master_port") + 1)
+    assert 1024 < int(port) < 65536
+    run = ["--module", "ds_infinipipe", "train", "--deepspeed_config"]
+    assert given == [
+        *["--hostfile", "/dev/null", "--no_local_rank", "--include", "localhost:0,1"],
+        *["--master_port", *run, str(machine.here / "run.json"), "--steps", "3", "a=b"],
+    ]
+    assert (machine.records / "deepspeed.folder").read_text().strip() == str(machine.here)
+
+
+def test_train_sh_leaves_the_port_to_the_launcher_where_nodes_have_to_agree(
+    tmp_path: Path,
+) -> None:
+    machine = _Machine.build(tmp_path, "deepspeed")
+    (machine.here / "run.json").write_text("{}")
+    (machine.here / "hosts").write_text("one slots=2\ntwo slots=2\n")
+    machine.call("train.sh", "run.json", HOSTFILE="hosts")
+    given = machine.arguments("deepspeed")
+    assert given[:3] == ["--hostfile", str(machine.here / "hosts"), "--no_local_rank"]
+    assert "--master_port" not in given
+    machine.call("train.sh", "--master_port", "29511", "--", "run.json")
+    assert machine.arguments("deepspeed").count("--master_port") == 1
+
+
+def test_the_hostfile_starts_every_node_by_the_deepspeed_launcher(tmp_path: Path) -> None:
+    """DeepSpeed's own launcher, with stand-ins for what goes to other machines."""
+    machine = _Machine.build(tmp_path, "pdsh")
+    programs = machine.root / ".venv" / "bin"
+    (programs / "ssh").write_text("#!/bin/sh\necho 10.1.2.3\n")
+    (programs / "ssh").chmod(0o755)
+    (programs / "deepspeed").symlink_to(Path(sys.executable).parent / "deepspeed")
+    (machine.here / "run.json").write_text("{}")
+    hosts = str(ROOT / "launch" / "hostfile.example")
+    machine.call("train.sh", "run.json", "--steps", "3", HOSTFILE=hosts, **CPU)
+    given = machine.arguments("pdsh")
+    assert given[given.index("-w") + 1] == "node-1,node-2,node-3,node-4"
+    joined = " ".join(given)
+    world = json.loads(base64.urlsafe_b64decode(joined.split("--world_info=")[1].split()[0]))
+    assert world == {f"node-{n}": list(range(8)) for n in range(1, 5)}
+    assert "--node_rank=%n --master_addr=10.1.2.3 --master_port=29500" in joined
+    file = machine.here / "run.json"
+    assert joined.endswith(f"ds_infinipipe train --deepspeed_config {file} --steps 3")
+
+
+def test_the_slurm_script_starts_an_agent_a_node_that_restarts_ranks(tmp_path: Path) -> None:
+    machine = _Machine.build(tmp_path, "srun")
+    scontrol = machine.root / ".venv" / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'gpu-07\\ngpu-08\\n'\n")
+    scontrol.chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(machine.root),
+        "SLURM_JOB_NODELIST": "gpu-[07-08]",
+        "SLURM_JOB_ID": "4321",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
+    machine.call("slurm.sbatch", "run.json", "--steps", "3", "a=b", **slurm)
+    assert machine.arguments("srun") == [
+        *["--kill-on-bad-exit=1", ".venv/bin/torchrun", "--nnodes", "2", "--nproc-per-node", "4"],
+        *["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "4321"],
+        *["--rdzv-endpoint", "gpu-07:24321", "-m", "ds_infinipipe", "train"],
+        *["--deepspeed_config", "run.json", "--steps", "3", "a=b"],
+    ]
+    assert machine.environment("srun")["OMP_NUM_THREADS"] == "16"
+    assert (machine.records / "srun.folder").read_text().strip() == str(machine.root)
+    machine.call("slurm.sbatch", "run.json", **slurm, MAX_RESTARTS="0")
+    assert "--max-restarts 0" in " ".join(machine.arguments("srun"))
+
+
+def test_the_slurm_options_are_lines_slurm_reads() -> None:
+    lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
+    # Slurm stops reading at the first line that is no comment
+    head = lines[: next(i for i, line in enumerate(lines) if line and not line.startswith("#"))]
+    options = [line.split()[1] for line in head if line.startswith("#SBATCH")]
+    assert {"--ntasks-per-node=1", "--gpus-per-node=8", "--requeue"} <= set(options)
+    assert sum(line.startswith("#SBATCH") for line in lines) == len(options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_infinipipe.launcher import become_only_rank
 from ds_infinipipe.planner.flops import step_flops
 from ds_infinipipe.planner.lower import lower_plan
 from ds_infinipipe.planner.order import backward_order, pipeline_operations
@@ -76,9 +76,7 @@ def _engine(sizes: Sizes) -> InfiniPipeEngine:
             "planning": {"asynchronous": False},
         },
     }
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29533}.items():
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    become_only_rank()
     return initialize(model=InfiniPipeModule(config, dtype=sizes.dtype), config=config)[0]
 
 

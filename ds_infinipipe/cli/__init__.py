@@ -11,10 +11,12 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.launcher import tell_launcher
 from ds_infinipipe.runtime.last_words import LastWords, report_failure
 
 __all__ = ["main"]
@@ -68,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output has gone; keep the interpreter from flushing into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception:
+        tell_launcher(traceback.format_exc())
+        raise
 
 
 def _report(error: InfiniPipeError, text: str) -> None:
@@ -77,7 +82,12 @@ def _report(error: InfiniPipeError, text: str) -> None:
         # The first rank of this machine has most likely found the same, and a launcher ends the
         # others with it.
         time.sleep(_PATIENCE_S)
-    report_failure(error, lambda: sys.stderr.write(text))
+
+    def print_whole() -> None:
+        sys.stderr.write(text)
+        tell_launcher(text)
+
+    report_failure(error, print_whole)
 
 
 def _build_parser() -> argparse.ArgumentParser:

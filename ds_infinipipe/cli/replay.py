@@ -7,6 +7,7 @@ import argparse
 from ds_infinipipe.cli.overrides import apply_overrides
 from ds_infinipipe.deepspeed_json import read_deepspeed_json
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.launcher import prepare_allocator
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if args.times < 1:
         raise ConfigError(f"--times {args.times}: at least 1 is needed")
     config = apply_overrides(read_deepspeed_json(args.deepspeed_config), args.overrides)
+    prepare_allocator()
     from ds_infinipipe.runtime.replay import replay
 
     replay(config, args.step, args.times)

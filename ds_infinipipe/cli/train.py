@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from typing import Any
 
 from ds_infinipipe.cli.overrides import apply_overrides
@@ -14,7 +13,7 @@ from ds_infinipipe.deepspeed_json import (
     read_deepspeed_json,
     require_optimizer,
 )
-from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.launcher import become_only_rank, launched_ranks, prepare_allocator
 from ds_infinipipe.planner.specs import make_layout
 
 __all__ = ["add_arguments", "run"]
@@ -49,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         overrides.append(f"infinipipe.training.steps={args.steps}")
     config = apply_overrides(config, overrides)
     _check(config, _world_size())
+    prepare_allocator()
     from ds_infinipipe.runtime.train import train
 
     train(config)
@@ -71,20 +71,10 @@ def _check(config: dict[str, Any], world_size: int | None) -> None:
 
 def _world_size() -> int | None:
     """Ranks the launcher started, None where only MPI knows; without a launcher this is the one."""
-    if "WORLD_SIZE" in os.environ:
-        text = os.environ["WORLD_SIZE"]
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigError(
-                f"WORLD_SIZE is {text!r}; it must be the number of ranks: start the run with a "
-                "launcher, which sets it, or unset it"
-            )
-        return int(text)
+    given = launched_ranks()
+    if given is not None:
+        return given
     if any(name.startswith(("OMPI_", "PMI_", "MV2_")) for name in os.environ):
         return None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in alone.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    become_only_rank()
     return 1

@@ -43,6 +43,7 @@ from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
 from ds_infinipipe.runtime.last_words import LastWords
 from ds_infinipipe.runtime.regroup import cut_connections
+from ds_infinipipe.runtime.rendezvous import JOINING_METHOD
 from ds_infinipipe.runtime.surface import check_surface, skip_shared_memory_build
 
 __all__ = ["InfiniPipeModule", "init_distributed"]
@@ -60,7 +61,9 @@ def init_distributed(timeout_s: float) -> None:
     # DeepSpeed calls collectives by names that torch has begun to rename
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with naming_peer_failures("joining the process group"):
-        deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+        deepspeed.init_distributed(
+            timeout=timedelta(seconds=timeout_s), verbose=False, init_method=JOINING_METHOD
+        )
     if dist.get_world_size() > 1:
         notes = Board("infinipipe/end", connect_to_store(timeout_s))
         sys.excepthook = LastWords(notes, dist.get_rank(), dist.get_world_size(), cut_connections)
