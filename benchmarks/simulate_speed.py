@@ -34,6 +34,7 @@ from ds_infinipipe.planner.schedule_arrays import (
 )
 from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, make_layout
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import Chunk, PipelinePlan, Slice
 
 RESULT = Path(__file__).parent / "results" / "simulate_speed.json"
@@ -89,6 +90,7 @@ def measure(num_chunks: int, pp: int, repeats: int) -> dict[str, Any]:
     forward, backward = tuple(schedule.forward.tolist()), tuple(schedule.backward.tolist())
     windows = shrinking_windows(pp, slices_by_position(chunks, backward))
     sizes, operations = np.array(windows), schedule.as_operations()
+    hidden = [memory.input_bytes(chunk) for chunk in chunks]
     table = tuple(tuple(row) for row in counts[:, schedule.forward].tolist())
     pipeline = PipelinePlan(forward, backward, table, 8)
     streams = lower_plan([pipeline], chunks, layout, operations)
@@ -113,8 +115,10 @@ def measure(num_chunks: int, pp: int, repeats: int) -> dict[str, Any]:
         "readable build": lambda: [stage_operations(forward, backward, w) for w in windows],
         "readable simulate": lambda: simulate(streams, **times),
         "readable peaks": lambda: [
-            memory.peak_bytes(stage, operations[stage], chunks, counts[stage])
-            for stage in range(pp)
+            memory.peak_bytes(stage, row, chunks, counts[stage], transfers)
+            for stage, (row, transfers) in enumerate(
+                zip(operations, transfer_bytes(operations, hidden), strict=True)
+            )
         ],
     }
     measured = {

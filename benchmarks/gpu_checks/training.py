@@ -226,7 +226,7 @@ def _fixed_plan(engine: InfiniPipeEngine, tokens: int, slice_tokens: int, recomp
         predicted=Prediction(0.0, 0.0, (0,)),
         solver=SolverStats("fixed", len(chunks), "feasible", 0.0, 0.0),
         zero_stage=3,
-        loss_block_tokens=engine.settings.planner.loss_block_tokens,
+        loss_block_tokens=engine.module.planner_settings.loss_block_tokens,
     )
     return with_prediction(plan)
 

@@ -27,6 +27,7 @@ __all__ = [
     "peak_bytes",
     "scan_moments",
     "simulate_operations",
+    "transfer_bytes",
 ]
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -169,12 +170,68 @@ def input_transient(layers: int, count: int, figures: IntArray) -> int:
     return int(most + workspace)
 
 
+@compiled("int64[:,::1](int64[:,::1], int64[::1])")
+def transfer_bytes(operations: IntArray, hidden: IntArray) -> IntArray:
+    """transfers.transfer_bytes, [p, m], from the hidden states' bytes of every chunk [n]."""
+    stages, length = operations.shape
+    chunks = hidden.size
+    result = np.zeros((stages, length), dtype=np.int64)
+    # before the next of each kind, by how many of it there were
+    forwards_before = np.zeros((stages, chunks + 1), dtype=np.int64)
+    backwards_before = np.zeros((stages, chunks + 1), dtype=np.int64)
+    sent = np.zeros(chunks + 1, dtype=np.int64)
+    returned = np.zeros(chunks + 1, dtype=np.int64)
+    for stage in range(stages):
+        forwards = backwards = 0
+        for at in range(length):
+            operation = operations[stage, at]
+            if operation >= SPLIT:
+                continue
+            if operation >= 0:
+                backwards_before[stage, forwards] = backwards
+                forwards += 1
+                sent[forwards] = sent[forwards - 1] + hidden[operation]
+            else:
+                chunk = -operation - 1 - SPLIT if operation < -SPLIT else -operation - 1
+                forwards_before[stage, backwards] = forwards
+                backwards += 1
+                returned[backwards] = returned[backwards - 1] + hidden[chunk]
+    for stage in range(stages):
+        has_next, has_previous = stage + 1 < stages, stage > 0
+        forwards = backwards = 0
+        for at in range(length):
+            operation = operations[stage, at]
+            made = received = 0
+            if operation < 0:
+                chunk = -operation - 1 - SPLIT if operation < -SPLIT else -operation - 1
+                backwards += 1
+                made, received = 1, hidden[chunk]
+            elif operation < SPLIT:
+                forwards += 1
+            if has_next:
+                taken = forwards_before[stage + 1, backwards - 1] if backwards > 0 else 0
+                result[stage, at] += sent[forwards] - sent[taken] + received
+            if has_previous:
+                taken = backwards_before[stage - 1, forwards - 1] if forwards > 0 else 0
+                result[stage, at] += returned[backwards - made] - returned[taken]
+        ahead = 0
+        for at in range(length - 1, -1, -1):
+            operation = operations[stage, at]
+            result[stage, at] += ahead
+            if operation < 0:
+                chunk = -operation - 1 - SPLIT if operation < -SPLIT else -operation - 1
+                ahead = hidden[chunk] if has_next else 0
+            elif operation < SPLIT:
+                ahead = hidden[operation] if has_previous else 0
+    return result
+
+
 _MEMORY = "int64[:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[::1], "
 
 
 @compiled(
-    f"({_MEMORY} int64[:,:,:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1],"
-    "int64[:,:,::1])"
+    f"({_MEMORY} int64[:,:,:,::1], int64[:,::1], int64[::1], int64[:,::1], int64[:,::1],"
+    "int64[:,::1], int64[:,:,::1])"
 )
 def peak_bytes(
     operations: IntArray,
@@ -184,6 +241,7 @@ def peak_bytes(
     released: IntArray,
     saving: IntArray,
     transients: IntArray,
+    transfers: IntArray,
     layers: IntArray,
     counts: IntArray,
     stashed: IntArray,
@@ -194,9 +252,9 @@ def peak_bytes(
 
     With nothing recomputed F(k) adds entered[p, k], B(k) adds gradient[p, k] at its start and
     removes released[p, k] at its end; each recomputed layer keeps saving[k] less. `transients` are
-    [F or B, none or some or all layers recomputed, p, n], `layers` [p]. I(k) also adds stashed[p,
-    k] at its end, which W(k) removes; `input_figures` are [p, n, 4]. Without I and W in the
-    operations the last three may be of any size.
+    [F or B, none or some or all layers recomputed, p, n], `transfers` [p, m], `layers` [p]. I(k)
+    also adds stashed[p, k] at its end, which W(k) removes; `input_figures` are [p, n, 4]. Without I
+    and W in the operations the last three may be of any size.
     """
     stages, length = operations.shape
     peaks = static.copy()
@@ -207,7 +265,8 @@ def peak_bytes(
             if operation >= SPLIT:
                 if operation != NOTHING:
                     chunk = operation - SPLIT
-                    peak = max(peak, current + weight_transient[stage, chunk])
+                    needed = weight_transient[stage, chunk] + transfers[stage, at]
+                    peak = max(peak, current + needed)
                     current -= stashed[stage, chunk]
                 continue
             is_backward = 1 if operation < 0 else 0
@@ -223,7 +282,7 @@ def peak_bytes(
             else:
                 extent = 0 if count == 0 else 1 if count < layers[stage] else 2
                 transient = transients[is_backward, extent, stage, chunk]
-            peak = max(peak, current + transient)
+            peak = max(peak, current + transient + transfers[stage, at])
             if is_backward:
                 current -= released[stage, chunk] - saved
             if is_split:
@@ -232,7 +291,7 @@ def peak_bytes(
     return peaks
 
 
-@compiled(f"({_MEMORY} int64[:,:,:,::1])")
+@compiled(f"({_MEMORY} int64[:,:,:,::1], int64[:,::1])")
 def scan_moments(
     operations: IntArray,
     static: IntArray,
@@ -241,6 +300,7 @@ def scan_moments(
     released: IntArray,
     saving: IntArray,
     transients: IntArray,
+    transfers: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Base, plain and charged transient, and live saving [p, m], as rows.StageMoments has them.
 
@@ -261,7 +321,7 @@ def scan_moments(
             else:
                 current += entered[stage, chunk]
                 live += saving[chunk]
-            base[stage, at] = current
+            base[stage, at] = current + transfers[stage, at]
             live_saving[stage, at] = live
             none, some, every = transients[is_backward, :, stage, chunk]
             plain[stage, at] = max(none, some)

@@ -98,14 +98,14 @@ class MemoryModel:
         """
         return self._local_tokens(chunk) * self._hidden_token_bytes
 
-    def output_bytes(self, chunk: Chunk) -> int:
-        """What a stage keeps from F to B besides its layers: its output and the rotary tables.
+    def output_bytes(self, stage: int, chunk: Chunk) -> int:
+        """What a stage keeps from F to B besides its layers: the rotary tables.
 
-        The output is held by its transfer, at most until the next stage's gradient comes; on the
-        last stage it is the gradient of the last hidden state, of equal size.
+        On the last stage also the gradient of the last hidden state. Another stage's output is in
+        transfer, see transfers.py.
         """
-        tables = 2 * self.model.head_dim * self.model.dtype_bytes
-        return self._local_tokens(chunk) * (self._hidden_token_bytes + tables)
+        is_last = stage == self.layout.pp - 1
+        return self._table_bytes(chunk) + (self.input_bytes(chunk) if is_last else 0)
 
     def arena_bytes(self, sequence_len: int) -> int:
         """K and V of a whole cut sequence in one layer, [length, local kv heads, head_dim] each.
@@ -128,7 +128,7 @@ class MemoryModel:
         """What F(chunk) adds to a stage and B(chunk) removes, the arena apart (Eq. 10)."""
         kept = self.layout.stage_layers[stage] - recompute
         layers = kept * self.saved_bytes(chunk) + recompute * self.input_bytes(chunk)
-        return layers + self.output_bytes(chunk)
+        return layers + self.output_bytes(stage, chunk)
 
     def forward_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
         """Bytes that live only during F(chunk): a recomputed layer's activations, the logits.
@@ -141,7 +141,7 @@ class MemoryModel:
         hidden = self.input_bytes(chunk)
         layer = self._ungraphed_bytes(chunk) - hidden if self._is_all(stage, recompute) else 0
         loss = self._loss_bytes(chunk) if stage == self.layout.pp - 1 else 0
-        return self._transfer_bytes(stage, chunk) + max(hidden, layer, loss)
+        return max(hidden, layer, loss)
 
     def backward_transient(self, stage: int, chunk: Chunk, recompute: int) -> int:
         """Bytes that live only during B(chunk): a recomputed layer and one layer's gradients.
@@ -161,9 +161,10 @@ class MemoryModel:
             layer -= self._least_absent(chunk, layers, recompute)
         if self._zero_stage == 3 and stage == 0:
             # the embedding's turn is the last: of the chunk only the gradient is left
-            gone = self.held_bytes(stage, chunk, layers) - self.input_bytes(chunk)
+            left = self.input_bytes(chunk) + self._table_bytes(chunk)
+            gone = self.held_bytes(stage, chunk, layers) - left
             layer = max(layer, self._embedding_gradient_bytes - gone)
-        return layer + self._transfer_bytes(stage, chunk)
+        return layer
 
     def stash_bytes(self, stage: int, chunk: Chunk) -> int:
         """What I(chunk) leaves on a stage for W(chunk), which removes it.
@@ -183,7 +184,7 @@ class MemoryModel:
         last kept, or the first or last recomputed, layer is at work. Can be negative as
         `backward_transient` can.
         """
-        figures = self.input_figures(stage, chunk, closed)
+        figures = self.input_figures(chunk, closed)
         growth, rebuilt, absent, workspace = figures
         layers = self.layout.stage_layers[stage]
         kept, last = layers - recompute, layers - 1
@@ -193,7 +194,7 @@ class MemoryModel:
             at * growth + rebuilds * rebuilt - (last - at) * absent for at, rebuilds in at_work
         )
 
-    def input_figures(self, stage: int, chunk: Chunk, closed: int = 0) -> tuple[int, int, int, int]:
+    def input_figures(self, chunk: Chunk, closed: int = 0) -> tuple[int, int, int, int]:
         """What `input_transient` is made of: growth, rebuilt, absent and workspace.
 
         A kept layer grows by the first, a recomputed one by the sum of the first two, of which the
@@ -210,22 +211,21 @@ class MemoryModel:
             tokens * self._stashed_token_bytes - saved - closed,
             self._rebuilt_bytes(chunk),
             absent,
-            workspace + self._transfer_bytes(stage, chunk),
+            workspace,
         )
 
     def weight_transient(self, stage: int, chunk: Chunk) -> int:
-        """Bytes that live only during W(chunk): gradients in reduction, transfers of others."""
-        weights = 0
-        if self._zero_stage == 3:
-            embedding = self._embedding_gradient_bytes if stage == 0 else 0
-            weights = max(self._reduction_bytes, embedding)
-        return weights + self._transfer_bytes(stage, chunk)
+        """Bytes that live only during W(chunk): gradients in reduction."""
+        if self._zero_stage == 0:
+            return 0
+        return max(self._reduction_bytes, self._embedding_gradient_bytes if stage == 0 else 0)
 
     def token_capacity(self, k: int, limit: int) -> int:
         """Most tokens of a chunk that fit every stage with all layers recomputed; at least 0.
 
-        A window of pp - 1 - stage + k chunks of that size, the dK/dV of k - 1 of them, and the
-        transients of one. An estimate to size chunks by; `peak_bytes` judges.
+        A window of pp - 1 - stage + k chunks of that size, the dK/dV of k - 1 of them, the
+        transients of one, and one transfer each way. An estimate to size chunks by; `peak_bytes`
+        judges.
         """
         return max(0, min(self._stage_capacity(stage, k, limit) for stage in range(self.layout.pp)))
 
@@ -235,24 +235,27 @@ class MemoryModel:
         operations: Sequence[tuple[Op, int]],
         chunks: Sequence[Chunk],
         recompute: RecomputeCounts,
+        transfers: Sequence[int] | None = None,
     ) -> int:
         """Peak of a stage that runs these operations in order, static bytes included (Eq. 8).
 
-        `recompute[chunk id]` layers of the stage are recomputed. Depends on the order only.
+        `recompute[chunk id]` layers of the stage are recomputed; `transfers` are the bytes beside
+        each operation, a row of `transfer_bytes`, none without. Depends on the orders only.
         """
         layers = self.layout.stage_layers[stage]
         tails = {c.slices[0].sequence: c.slices[0] for c in chunks if c.keeps_kv and _is_tail(c)}
         current = peak = 0
-        for op, chunk_id in operations:
+        between = [0] * len(operations) if transfers is None else transfers
+        for (op, chunk_id), moving in zip(operations, between, strict=True):
             chunk, count = chunks[chunk_id], int(recompute[chunk_id])
             is_first = chunk.keeps_kv and chunk.context_len == 0
             if op is Op.FORWARD:
                 if is_first:
                     current += layers * self.arena_bytes(tails[chunk.slices[0].sequence].end)
                 current += self.held_bytes(stage, chunk, count)
-                peak = max(peak, current + self.forward_transient(stage, chunk, count))
+                peak = max(peak, current + moving + self.forward_transient(stage, chunk, count))
             elif op is Op.BACKWARD_WEIGHT:
-                peak = max(peak, current + self.weight_transient(stage, chunk))
+                peak = max(peak, current + moving + self.weight_transient(stage, chunk))
                 current -= self.stash_bytes(stage, chunk)
             elif op.makes_gradient:
                 if _is_tail(chunk):
@@ -266,10 +269,14 @@ class MemoryModel:
                     transient = self.backward_transient(stage, chunk, count)
                 else:
                     transient = self.input_transient(stage, chunk, count, closed)
-                peak = max(peak, current + transient)
+                peak = max(peak, current + moving + transient)
                 current -= self.held_bytes(stage, chunk, count) + layers * closed
                 current += 0 if is_whole else self.stash_bytes(stage, chunk)
         return self.static_bytes[stage] + peak
+
+    def _table_bytes(self, chunk: Chunk) -> int:
+        tables = 2 * self.model.head_dim * self.model.dtype_bytes
+        return self._local_tokens(chunk) * tables
 
     def _local_tokens(self, chunk: Chunk) -> int:
         return -(-chunk.padded_tokens // self.layout.sp)
@@ -285,15 +292,6 @@ class MemoryModel:
     def _rebuilt_bytes(self, chunk: Chunk) -> int:
         """A - R: what one recomputed layer has while it runs, beside its input."""
         return self.saved_bytes(chunk) - self.input_bytes(chunk)
-
-    def _transfer_bytes(self, stage: int, chunk: Chunk) -> int:
-        """The receive posted one operation ahead and, but on the first stage, a sent gradient.
-
-        Of neighbouring chunks; counted as large as the one at work.
-        """
-        if self.layout.pp == 1:
-            return 0
-        return self.input_bytes(chunk) * (1 if stage == 0 else 2)
 
     def _ungraphed_bytes(self, chunk: Chunk) -> int:
         """Most that a layer has at once without a graph, beside its input.
@@ -355,10 +353,20 @@ class MemoryModel:
         """
         tokens = self._local_tokens(chunk)
         kv_rows = (chunk.context_len + chunk.padded_tokens) * self._kv_row_bytes
-        copies = 1 if self.model.fused_kernels else 2
-        attention = tokens * (self._hidden_token_bytes + (2 + copies) * self._query_token_bytes)
-        attention += copies * kv_rows - tokens * self._late_token_bytes
+        attention = tokens * (self._hidden_token_bytes + 3 * self._query_token_bytes)
+        attention += kv_rows + self._part_bytes(chunk) - tokens * self._late_token_bytes
         return 2 * tokens * self._ffn_token_bytes, attention
+
+    def _part_bytes(self, chunk: Chunk) -> int:
+        """Of plain attention: dQ, dK and dV once more, of its largest part at a time.
+
+        Parts are the sequences, and apart from it the context of a slice; see ops/cpu_flash.py.
+        """
+        if self.model.fused_kernels:
+            return 0
+        query_row = self._query_token_bytes // self.layout.sp
+        own = chunk.longest_segment * (query_row + self._kv_row_bytes)
+        return max(own, chunk.split_tokens * query_row + chunk.context_len * self._kv_row_bytes)
 
     def _stage_capacity(self, stage: int, k: int, limit: int) -> int:
         """Solves static + loss + tokens * (window + dK/dV + transient) <= limit for tokens."""
@@ -370,7 +378,8 @@ class MemoryModel:
         gradients = (k - 1) * self.kv_grad_bytes(1)
         # the tail's backward has one layer's dK/dV, the next one all of them but not the tail
         held = window * (inputs + arena) + max(gradients, layers * gradients - inputs)
-        workspace = max(self._activation_gradients(tail)) + self._transfer_bytes(stage, token)
+        moving = 0 if self.layout.pp == 1 else 2 * self.input_bytes(token)
+        workspace = max(self._activation_gradients(tail)) + moving
         backward = (self._rebuilt_bytes(token) + workspace) / sp
         loss = 0
         if stage == self.layout.pp - 1:

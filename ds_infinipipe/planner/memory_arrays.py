@@ -50,6 +50,7 @@ class _MeasuredChunk(Chunk):
     keeps_kv: bool = False
     context_len: int = 0
     split_tokens: int = 0
+    longest_segment: int = 0
 
     @classmethod
     def of(cls, chunk: Chunk) -> _MeasuredChunk:
@@ -62,11 +63,14 @@ class _MeasuredChunk(Chunk):
             chunk.keeps_kv,
             chunk.context_len,
             chunk.split_tokens,
+            chunk.longest_segment,
         )
 
 
 class MemoryArrays:
     """Bytes of one candidate's chunks on every stage; asked for once, scanned often.
+
+    Of the transfers of one schedule at a time.
 
     With nothing recomputed F(k) adds entered[p, k], B(k) adds gradient[p, k] at its start and
     removes released[p, k] at its end; a recomputed layer keeps saving[k] less. `layers` and
@@ -81,7 +85,12 @@ class MemoryArrays:
         per_stage = self.layers[:, None]
         saved = np.array([memory.saved_bytes(c) for c in self._chunks], dtype=np.int64)
         inputs = np.array([memory.input_bytes(c) for c in self._chunks], dtype=np.int64)
-        output = np.array([memory.output_bytes(c) for c in self._chunks], dtype=np.int64)
+        self._hidden = inputs
+        self._in_transfer: tuple[ScheduleArrays, IntArray] | None = None
+        output = np.array(
+            [[memory.output_bytes(p, c) for c in self._chunks] for p in range(self.layers.size)],
+            dtype=np.int64,
+        )
         opened, gradient, closed = sequence_bytes(memory, self._chunks)
         self._closed = closed
         kept = per_stage * saved + output
@@ -103,16 +112,31 @@ class MemoryArrays:
         check_shape("recompute counts", counts, self.entered.shape)
         split = self.split if schedule.is_split else _NO_SPLIT
         peaks: IntArray = load_kernels().peak_bytes(
-            schedule.operations, *self.amounts, transients, self.layers, counts, *split
+            schedule.operations,
+            *self.amounts,
+            transients,
+            self.transfers(schedule),
+            self.layers,
+            counts,
+            *split,
         )
         return peaks
+
+    def transfers(self, schedule: ScheduleArrays) -> IntArray:
+        """Bytes in transfer beside every operation [pp, m], as `transfer_bytes` has them."""
+        if self._in_transfer is None or self._in_transfer[0] is not schedule:
+            found = load_kernels().transfer_bytes(schedule.operations, self._hidden)
+            self._in_transfer = (schedule, found)
+        return self._in_transfer[1]
 
     def moments(self, schedule: ScheduleArrays) -> tuple[StageMoments, ...]:
         """Live bytes and what recomputing can save at every operation of every stage."""
         self._check(schedule)
         if schedule.is_split:
             raise ScheduleError("moments are those of whole backwards, the operations have I and W")
-        figures = load_kernels().scan_moments(schedule.operations, *self.amounts, self.transients)
+        figures = load_kernels().scan_moments(
+            schedule.operations, *self.amounts, self.transients, self.transfers(schedule)
+        )
         is_backward = schedule.operations < 0
         chunk = np.where(is_backward, -schedule.operations - 1, schedule.operations)
         return tuple(
@@ -152,7 +176,7 @@ class MemoryArrays:
             for method in (memory.stash_bytes, memory.weight_transient)
         )
         pairs = list(zip(self._chunks, self._closed.tolist(), strict=True))
-        figures = [[memory.input_figures(p, c, closed) for c, closed in pairs] for p in stages]
+        figures = [[memory.input_figures(c, closed) for c, closed in pairs] for _ in stages]
         return stashed, transient, np.array(figures, dtype=np.int64)
 
     @cached_property

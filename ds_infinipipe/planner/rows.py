@@ -30,6 +30,7 @@ from ds_infinipipe.planner.order import (
     window_size,
 )
 from ds_infinipipe.planner.specs import Layout
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import Chunk, Op
 
 __all__ = [
@@ -50,6 +51,7 @@ IntArray: TypeAlias = NDArray[np.int64]
 class ChunkBytes:
     """Byte figures of all chunks of a batch; arrays are [chunk] or [stage, chunk].
 
+    `hidden` are those of a chunk's hidden states, `output` what MemoryModel.output_bytes says.
     `opened` is what the first slice's forward allocates per layer (the arena), `gradient` what the
     tail's backward allocates per layer (dK/dV), `closed` what the first slice's backward frees of
     both. Transients come without and with recomputation.
@@ -57,6 +59,7 @@ class ChunkBytes:
 
     saved: IntArray
     saving: IntArray
+    hidden: IntArray
     output: IntArray
     opened: IntArray
     gradient: IntArray
@@ -82,7 +85,8 @@ def measure_chunks(memory: MemoryModel, layout: Layout, chunks: Sequence[Chunk])
     return ChunkBytes(
         saved,
         saved - recomputed,
-        _per_chunk([memory.output_bytes(c) for c in chunks]),
+        recomputed,
+        _per_chunk([[memory.output_bytes(p, c) for c in chunks] for p in stages]),
         opened,
         gradient,
         closed,
@@ -310,30 +314,42 @@ def pipeline_memory(
     static_bytes: Sequence[int],
     figures: ChunkBytes,
 ) -> PipelineMemory:
-    """Orders of the pipeline that `members` form, and the moments of its stages."""
+    """Orders of the pipeline that `members` form, and the moments of its stages.
+
+    Beside its last operation the first receive of another pipeline counts, as for the largest of
+    all chunks.
+    """
     forward = forward_order(chunks, members)
     backward = backward_order(chunks, forward)
     num_split = count_slices(chunks, forward)
     position = np.full(len(chunks), -1, dtype=np.int64)
     position[list(backward)] = np.arange(len(backward))
-    stages = []
-    for stage in range(layout.pp):
-        operations = stage_operations(forward, backward, window_size(layout.pp, stage, num_split))
-        stages.append(_moments(stage, layout, static_bytes[stage], operations, figures))
+    operations = [
+        stage_operations(forward, backward, window_size(layout.pp, stage, num_split))
+        for stage in range(layout.pp)
+    ]
+    transfers = np.array(transfer_bytes(operations, figures.hidden.tolist()), dtype=np.int64)
+    if len(members) < len(chunks):
+        transfers[1:, -1] += figures.hidden.max()
+    stages = [
+        _moments(stage, layout, static_bytes[stage] + transfers[stage], operations[stage], figures)
+        for stage in range(layout.pp)
+    ]
     return PipelineMemory(layout, forward, backward, num_split, position, tuple(stages), figures)
 
 
 def _moments(
     stage: int,
     layout: Layout,
-    static_bytes: int,
+    present: IntArray,
     operations: Sequence[tuple[Op, int]],
     figures: ChunkBytes,
 ) -> StageMoments:
+    """`present` is what is there at every operation whatever the chunks keep."""
     layers = layout.stage_layers[stage]
     chunk = np.array([k for _, k in operations], dtype=np.int64)
     backward = np.array([op is Op.BACKWARD for op, _ in operations])
-    kept = layers * figures.saved[chunk] + figures.output[chunk]
+    kept = layers * figures.saved[chunk] + figures.output[stage, chunk]
     enter = np.where(
         backward, layers * figures.gradient[chunk], kept + layers * figures.opened[chunk]
     )
@@ -345,7 +361,7 @@ def _moments(
         layers,
         chunk,
         backward,
-        static_bytes + np.cumsum(enter - leave) + leave,
+        present + np.cumsum(enter - leave) + leave,
         np.where(backward, backward_plain[stage, chunk], figures.forward_plain[stage, chunk]),
         np.where(
             backward,

@@ -24,12 +24,8 @@ from ds_infinipipe.planner.model_states import can_keep_gathered
 from ds_infinipipe.planner.order import pipeline_operations
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
-from ds_infinipipe.planner.types import (
-    Instruction,
-    Plan,
-    Prediction,
-    SolverStats,
-)
+from ds_infinipipe.planner.transfers import transfer_bytes
+from ds_infinipipe.planner.types import Op, PipelinePlan, Plan, Prediction, SolverStats
 from ds_infinipipe.planner.verify import verify_plan
 
 __all__ = ["plan_batch"]
@@ -285,7 +281,8 @@ def _assemble(
     pipelines = tuple(solved.plan() for solved in candidate.pipelines)
     operations = pipeline_operations(pipelines, layout.pp)
     streams = lower_plan(pipelines, chunking.chunks, layout, operations)
-    predicted = _predict(candidate, streams)
+    timeline = forecast_streams(streams, chunking.costs)
+    peaks = _peaks(candidate, pipelines, operations)
     return Plan(
         model=chunking.memory.model,
         cluster=cluster,
@@ -296,7 +293,7 @@ def _assemble(
         chunks=chunking.chunks,
         pipelines=pipelines,
         streams=streams,
-        predicted=predicted,
+        predicted=Prediction(timeline.makespan_s, timeline.bubble_ratio, peaks),
         solver=_solver_stats(found, time.perf_counter() - started_s),
         zero_stage=zero_stage,
         loss_block_tokens=settings.loss_block_tokens,
@@ -304,15 +301,21 @@ def _assemble(
     )
 
 
-def _predict(candidate: Candidate, streams: Sequence[Sequence[Instruction]]) -> Prediction:
-    timeline = forecast_streams(streams, candidate.chunking.costs)
-    peaks = [
-        solved.memory.peaks(solved.solution.counts(solved.memory)) for solved in candidate.pipelines
-    ]
-    return Prediction(
-        timeline.makespan_s,
-        timeline.bubble_ratio,
-        tuple(int(max(stage)) for stage in zip(*peaks, strict=True)),
+def _peaks(
+    candidate: Candidate,
+    pipelines: Sequence[PipelinePlan],
+    operations: Sequence[Sequence[tuple[Op, int]]],
+) -> tuple[int, ...]:
+    """Of all pipelines one after the other; those of each alone are no less."""
+    memory, chunks = candidate.chunking.memory, candidate.chunking.chunks
+    transfers = transfer_bytes(operations, [memory.input_bytes(chunk) for chunk in chunks])
+    counts: list[dict[int, int]] = [{} for _ in operations]
+    for pipeline in pipelines:
+        for stage, row in enumerate(pipeline.recompute):
+            counts[stage].update(zip(pipeline.forward, row, strict=True))
+    return tuple(
+        memory.peak_bytes(stage, row, chunks, counts[stage], transfers[stage])
+        for stage, row in enumerate(operations)
     )
 
 

@@ -101,6 +101,11 @@ class Chunk:
         return self.slices[0].length if self.keeps_kv else 0
 
     @property
+    def longest_segment(self) -> int:
+        """Most tokens that attend to each other, padding being a segment too."""
+        return max(self.padding, max(s.length for s in self.slices))
+
+    @property
     def attention_area(self) -> int:
         """(C + s0)^2 - C^2 + sum of s^2 over the others: the quadratic term of Eq. 1."""
         context = self.context_len

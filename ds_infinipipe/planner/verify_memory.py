@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from ds_infinipipe.errors import ConfigError, ScheduleError
 from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.types import Chunk, Op, Plan
+from ds_infinipipe.planner.transfers import taken_by_peers
+from ds_infinipipe.planner.types import Chunk, Instruction, Op, Plan
 
 __all__ = ["MemoryUsage", "check_memory", "memory_usage", "peak_bytes_by_stage", "peak_usages"]
 
@@ -79,19 +80,23 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUs
     What a chunk keeps lives from its F to its B or I, both included; what I stashes from its end to
     that of W. The arena of a cut sequence lives from the F of its first slice to the end of that
     slice's B or I; its dK and dV, as many rows as come before the tail, from the B or I of the tail
-    to the same end.
+    to the same end. Activations include what is in transfer: a receive from where it is posted,
+    what is sent until its peer is known to have it.
     """
     memory, tail_start = _memory_model(plan), _tail_starts(plan)
     layers, states = plan.layout.stage_layers[stage], memory.static_bytes[stage]
     activations = kv_arenas = kv_gradients = stashes = 0
+    transfers = _Transfers(plan, stage, memory)
     for index, instruction in enumerate(plan.streams[stage]):
         op, recomputed = instruction.op, instruction.recompute
-        if op not in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
+        if not op.is_compute:
+            transfers.note(instruction)
             continue
+        moving = transfers.enter(instruction)
         chunk = plan.chunks[instruction.chunk]
         head = chunk.slices[0]
         is_first, is_tail = chunk.keeps_kv and head.start == 0, chunk.keeps_kv and head.is_tail
-        kept = _kept_bytes(memory, chunk, layers, recomputed)
+        kept = _kept_bytes(memory, stage, chunk, recomputed)
         arena = layers * memory.arena_bytes(plan.lengths[head.sequence]) if is_first else 0
         is_back = op in (Op.BACKWARD, Op.BACKWARD_INPUT)
         if op is Op.FORWARD:
@@ -103,7 +108,7 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUs
         closed = arena // layers + memory.kv_grad_bytes(rows)
         transient = _transient(memory, stage, op, chunk, recomputed, closed)
         during = MemoryUsage(
-            index, states, activations, kv_arenas, kv_gradients, stashes, transient
+            index, states, activations + moving, kv_arenas, kv_gradients, stashes, transient
         )
         if is_back:
             activations, kv_arenas = activations - kept, kv_arenas - arena
@@ -112,7 +117,56 @@ def memory_usage(plan: Plan, stage: int) -> Iterator[tuple[MemoryUsage, MemoryUs
             stashes += memory.stash_bytes(stage, chunk)
         elif op is Op.BACKWARD_WEIGHT:
             stashes -= memory.stash_bytes(stage, chunk)
-        yield during, MemoryUsage(index, states, activations, kv_arenas, kv_gradients, stashes, 0)
+        after = activations + transfers.leave(instruction)
+        yield during, MemoryUsage(index, states, after, kv_arenas, kv_gradients, stashes, 0)
+
+
+class _Transfers:
+    """The bytes of a stage's transfers, as its stream is walked."""
+
+    def __init__(self, plan: Plan, stage: int, memory: MemoryModel) -> None:
+        self._gradients_taken, self._activations_taken = taken_by_peers(plan.streams, stage)
+        self._sizes = [memory.input_bytes(chunk) for chunk in plan.chunks]
+        self._sends = stage + 1 < plan.layout.pp
+        self._posted: set[tuple[bool, int]] = set()  # is an activation, chunk
+        self._outputs: list[int] = []
+        self._gradients: list[int] = []
+
+    def note(self, instruction: Instruction) -> None:
+        """A receive or a send."""
+        op, chunk = instruction.op, instruction.chunk
+        if op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+            self._posted.add((op is Op.RECV_ACTIVATION, chunk))
+        elif op is Op.SEND_GRADIENT:
+            self._gradients.append(chunk)
+
+    def enter(self, instruction: Instruction) -> int:
+        """Bytes while a compute instruction runs, which may wait for a receive first."""
+        op, chunk = instruction.op, instruction.chunk
+        received = 0
+        if op is Op.FORWARD:
+            self._posted.discard((True, chunk))
+            self._gradients = _untaken(self._gradients, self._gradients_taken.get(chunk, -1))
+            self._outputs += [chunk] if self._sends else []
+        elif op.makes_gradient:
+            received = self._sizes[chunk] if (False, chunk) in self._posted else 0
+            self._posted.discard((False, chunk))
+            self._outputs = _untaken(self._outputs, self._activations_taken.get(chunk, -1))
+        return received + self._total()
+
+    def leave(self, instruction: Instruction) -> int:
+        """Bytes once a compute instruction is over and its result on its way."""
+        is_sent = instruction.op.makes_gradient and bool(self._gradients_taken)
+        return self._total() + (self._sizes[instruction.chunk] if is_sent else 0)
+
+    def _total(self) -> int:
+        moving = [*self._outputs, *self._gradients, *(chunk for _, chunk in self._posted)]
+        return sum(self._sizes[chunk] for chunk in moving)
+
+
+def _untaken(sent: list[int], taken: int) -> list[int]:
+    """What comes after the last chunk known to be taken, -1 for none."""
+    return sent[sent.index(taken) + 1 :] if taken in sent else sent
 
 
 def _transient(
@@ -153,9 +207,9 @@ def _tail_starts(plan: Plan) -> Mapping[int, int]:
     }
 
 
-def _kept_bytes(memory: MemoryModel, chunk: Chunk, layers: int, recomputed: int) -> int:
-    saved = (layers - recomputed) * memory.saved_bytes(chunk)
-    return saved + recomputed * memory.input_bytes(chunk) + memory.output_bytes(chunk)
+def _kept_bytes(memory: MemoryModel, stage: int, chunk: Chunk, recomputed: int) -> int:
+    saved = (memory.layout.stage_layers[stage] - recomputed) * memory.saved_bytes(chunk)
+    return saved + recomputed * memory.input_bytes(chunk) + memory.output_bytes(stage, chunk)
 
 
 def _fail_over_limit(plan: Plan, stage: int, peak: MemoryUsage) -> NoReturn:

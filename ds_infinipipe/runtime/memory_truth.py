@@ -191,7 +191,7 @@ def _planned(engine: InfiniPipeEngine, case: MemoryCase, batch: StepBatch) -> Pl
     """The planner's plan, under a limit of three quarters of what it takes without one."""
 
     def plan(limit_bytes: float) -> Plan:
-        settings = engine.settings.planner.model_copy(
+        settings = engine.module.planner_settings.model_copy(
             update={"memory_limit_gib": limit_bytes / 2**30}
         )
         return plan_batch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.model.context import ChunkContext, rank_tokens
 from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.transfers import taken_by_peers
 from ds_infinipipe.planner.types import Instruction, Op, Plan, Span, Timeline
 from ds_infinipipe.runtime.batch import StepBatch
 from ds_infinipipe.runtime.clock import make_clock
@@ -46,7 +47,9 @@ class StepState:
             max((p for p, i in enumerate(stream) if i.op in ops), default=-1)
             for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_WEIGHT))
         }
-        self._gradients_taken, self._activations_taken = _taken_by_peers(plan, engine.stage_id)
+        self._gradients_taken, self._activations_taken = taken_by_peers(
+            plan.streams, engine.stage_id
+        )
 
     def chunk_input(self, chunk: int) -> ChunkInput:
         """Tokens or received activations of a chunk, with its attention geometry."""
@@ -169,27 +172,3 @@ class StepState:
             joins_qkv=engine.settings.runtime.all_to_all == "fused",
             watch=engine.waits.stopwatch(Wait.ALL_TO_ALLS) if engine.sp_size > 1 else None,
         )
-
-
-def _taken_by_peers(plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """What has certainly arrived when an activation, or a gradient, comes from a neighbour.
-
-    By chunk of the tensor that came: the last chunk whose gradient the previous stage, and whose
-    activation the next stage, had taken before it sent.
-    """
-    before = plan.streams[stage - 1] if stage > 0 else ()
-    after = plan.streams[stage + 1] if stage + 1 < plan.layout.pp else ()
-    return (
-        _last_before(before, (Op.BACKWARD, Op.BACKWARD_INPUT), Op.SEND_ACTIVATION),
-        _last_before(after, (Op.FORWARD,), Op.SEND_GRADIENT),
-    )
-
-
-def _last_before(stream: Sequence[Instruction], taken: Sequence[Op], sent: Op) -> Mapping[int, int]:
-    last, found = -1, {}
-    for instruction in stream:
-        if instruction.op in taken:
-            last = instruction.chunk
-        elif instruction.op is sent:
-            found[instruction.chunk] = last
-    return found

@@ -16,6 +16,7 @@ from page_reader import PageReader
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.forecast import forecast
+from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.types import Op, Plan, Timeline
 from ds_infinipipe.planner.verify import peak_bytes_by_stage
 from ds_infinipipe.planner.verify_memory import memory_usage
@@ -148,11 +149,18 @@ def test_the_memory_series_has_the_predicted_peak_as_maximum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_after_the_last_backward_only_the_model_states_are_left(seed: int) -> None:
+def test_after_the_last_backward_only_states_and_gradients_on_their_way_are_left(seed: int) -> None:
     plan = random_plan(seed)
+    hidden = [MemoryModel(plan.model, plan.layout).input_bytes(chunk) for chunk in plan.chunks]
     for stage in range(plan.layout.pp):
         *_, (_, after) = memory_usage(plan, stage)
-        assert after.total == after.states
+        assert after.total == after.states + after.activations
+        if stage == 0:
+            assert after.activations == 0
+        else:
+            order = [i.chunk for i in plan.streams[stage] if i.op.makes_gradient]
+            endings = [sum(hidden[chunk] for chunk in order[at:]) for at in range(len(order))]
+            assert after.activations in endings
 
 
 @pytest.mark.parametrize("seed", SEEDS)

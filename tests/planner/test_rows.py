@@ -13,6 +13,7 @@ from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.order import stage_operations, window_size
 from ds_infinipipe.planner.rows import MemoryRows, PipelineMemory, recompute_counts
 from ds_infinipipe.planner.specs import Layout
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import Chunk
 
 
@@ -29,7 +30,7 @@ class RoundNumbers:
     def input_bytes(self, chunk: Chunk) -> int:
         return 4 * chunk.tokens
 
-    def output_bytes(self, chunk: Chunk) -> int:
+    def output_bytes(self, stage: int, chunk: Chunk) -> int:
         return chunk.tokens
 
     def arena_bytes(self, sequence_len: int) -> int:
@@ -98,14 +99,24 @@ def test_counts_shift_by_one_variable_per_stage_and_stop_at_its_layers() -> None
 
 
 def _scan(chunks: tuple[Chunk, ...], memory: MemoryModel, counts: np.ndarray) -> list[int]:
-    pipeline = memory_of(chunks, memory)
-    peaks = []
-    for stage in range(memory.layout.pp):
-        window = window_size(memory.layout.pp, stage, pipeline.num_split)
-        operations = stage_operations(pipeline.forward, pipeline.backward, window)
-        recompute = dict(zip(pipeline.forward, counts[stage].tolist(), strict=True))
-        peaks.append(memory.peak_bytes(stage, operations, chunks, recompute))
-    return peaks
+    pipeline, pp = memory_of(chunks, memory), memory.layout.pp
+    operations = [
+        stage_operations(
+            pipeline.forward, pipeline.backward, window_size(pp, stage, pipeline.num_split)
+        )
+        for stage in range(pp)
+    ]
+    transfers = transfer_bytes(operations, [memory.input_bytes(chunk) for chunk in chunks])
+    return [
+        memory.peak_bytes(
+            stage,
+            row,
+            chunks,
+            dict(zip(pipeline.forward, counts[stage].tolist(), strict=True)),
+            transfers[stage],
+        )
+        for stage, row in enumerate(operations)
+    ]
 
 
 def _holds(rows: MemoryRows, pipeline: PipelineMemory, variables: np.ndarray) -> bool:

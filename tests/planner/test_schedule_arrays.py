@@ -42,6 +42,7 @@ from ds_infinipipe.planner.schedule_arrays import (
 )
 from ds_infinipipe.planner.simulate import simulate
 from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, Layout, ModelSpec, make_layout
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import (
     Chunk,
     Op,
@@ -253,10 +254,21 @@ def test_split_backwards_simulate_and_peak_as_the_readable_ones(batch: Batch, se
     for recompute in (counts, 0 * counts):
         peaks = MemoryArrays(memory, batch.chunks).peaks(schedule, recompute).tolist()
         assert peaks == list(peak_bytes_by_stage(plan_of(batch, [schedule], recompute)))
-        assert peaks == [
-            memory.peak_bytes(stage, operations, batch.chunks, recompute[stage])
-            for stage, operations in enumerate(schedule.as_operations())
-        ]
+        assert peaks == _readable_peaks(memory, schedule, batch.chunks, recompute)
+
+
+def _readable_peaks(
+    memory: MemoryModel, schedule: ScheduleArrays, chunks: Sequence[Chunk], counts: np.ndarray
+) -> list[int]:
+    operations = schedule.as_operations()
+    transfers = transfer_bytes(operations, [memory.input_bytes(chunk) for chunk in chunks])
+    found = MemoryArrays(memory, chunks).transfers(schedule)
+    for row, expected in zip(found.tolist(), transfers, strict=True):
+        assert row[: len(expected)] == list(expected)
+    return [
+        memory.peak_bytes(stage, row, chunks, counts[stage], transfers[stage])
+        for stage, row in enumerate(operations)
+    ]
 
 
 def test_simulation_without_counts_recomputes_nothing() -> None:
@@ -278,10 +290,7 @@ def test_peaks_equal_the_memory_model_and_the_verifiers_walk(batch: Batch, seed:
         for make in SCHEDULES:
             schedule = make(batch.chunks, batch.layout.pp)
             peaks = arrays.peaks(schedule, counts).tolist()
-            assert peaks == [
-                memory.peak_bytes(stage, operations, batch.chunks, counts[stage])
-                for stage, operations in enumerate(schedule.as_operations())
-            ]
+            assert peaks == _readable_peaks(memory, schedule, batch.chunks, counts)
             assert peaks == list(peak_bytes_by_stage(plan_of(batch, [schedule], counts)))
             if not counts.any():
                 assert peaks == arrays.peaks(schedule).tolist()
@@ -296,10 +305,12 @@ def test_the_verifier_accepts_shrinking_windows(batch: Batch, seed: int) -> None
 
 @given(batch=batches())
 @settings(deadline=None)
-def test_shrinking_windows_never_need_more_memory_than_static_ones(batch: Batch) -> None:
-    arrays = MemoryArrays(MemoryModel(batch.model, batch.layout), batch.chunks)
-    peaks = [arrays.peaks(make(batch.chunks, batch.layout.pp)) for make in SCHEDULES]
-    assert (peaks[1] <= peaks[0]).all()
+def test_shrinking_windows_never_need_more_memory_but_for_transfers(batch: Batch) -> None:
+    memory, nothing = MemoryModel(batch.model, batch.layout), [0] * len(batch.chunks)
+    static, shrinking = (make(batch.chunks, batch.layout.pp).as_operations() for make in SCHEDULES)
+    for stage, (before, after) in enumerate(zip(static, shrinking, strict=True)):
+        peaks = [memory.peak_bytes(stage, o, batch.chunks, nothing) for o in (before, after)]
+        assert peaks[1] <= peaks[0]
 
 
 @given(batch=batches(), seed=seeds, share=st.floats(0.0, 1.0))

@@ -21,6 +21,7 @@ from mutations import MUTATIONS
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.specs import Layout, ModelSpec
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import Chunk, ChunkKind, Op, Plan, Slice
 from ds_infinipipe.planner.verify import peak_bytes_by_stage, verify_plan
 
@@ -213,7 +214,7 @@ class UnitBytes(MemoryModel):
     def input_bytes(self, chunk: Chunk) -> int:
         return 10 * chunk.padded_tokens
 
-    def output_bytes(self, chunk: Chunk) -> int:
+    def output_bytes(self, stage: int, chunk: Chunk) -> int:
         return chunk.padded_tokens
 
     def arena_bytes(self, sequence_len: int) -> int:
@@ -252,9 +253,11 @@ def test_the_peak_of_batched_chunks_is_the_window_and_nothing_lingers(
     monkeypatch.setattr("ds_infinipipe.planner.verify_memory.MemoryModel", UnitBytes)
     chunks = [packed(1, whole(i, n)) for i, n in enumerate((3, 5, 2, 9))]
     plan = make_plan([3, 5, 2, 9], chunks, [(0, 1, 2, 3)], pp=2)
-    # stage 0 holds two chunks: F0 F1 B0 F2 B1 F3 B2 B3, most with chunks 2 and 3 at F3
-    # stage 1 holds one: most at F3
-    first, second = 1_000_000 + 11 * 201 + 7, 1_000_000 + 9 * 201 + 7
+    # stage 0 holds two chunks: F0 F1 B0 F2 B1 F3 B2 B3, most with chunks 2 and 3 at B2, where the
+    # output of 3 is not known to be taken and the gradients of both have come
+    first = 1_000_000 + 11 * 201 + 3 + 10 * (9 + 2 + 9)
+    # stage 1 holds one: most at F3, when stage 0 has not yet said that it has the gradient of 2
+    second = 1_000_000 + 9 * 201 + 7 + 10 * 2
     assert peak_bytes_by_stage(plan) == (first, second)
 
 
@@ -267,14 +270,11 @@ def test_the_verifiers_count_equals_the_memory_models_scan(seed: int) -> None:
     for pipeline in plan.pipelines:
         for stage in range(plan.layout.pp):
             recompute[stage].update(zip(pipeline.forward, pipeline.recompute[stage], strict=True))
+    operations = [[(i.op, i.chunk) for i in row if i.op.is_compute] for row in plan.streams]
+    transfers = transfer_bytes(operations, [memory.input_bytes(chunk) for chunk in plan.chunks])
     scanned = tuple(
-        memory.peak_bytes(
-            stage,
-            [(i.op, i.chunk) for i in stream if i.op.is_compute],
-            plan.chunks,
-            recompute[stage],
-        )
-        for stage, stream in enumerate(plan.streams)
+        memory.peak_bytes(stage, row, plan.chunks, recompute[stage], transfers[stage])
+        for stage, row in enumerate(operations)
     )
     assert peak_bytes_by_stage(plan) == scanned
 

@@ -113,11 +113,9 @@ def test_peaks_of_a_single_rank_are_predicted_within_5_percent() -> None:
 
 
 @pytest.mark.ranks
-def test_peaks_of_a_pipeline_are_predicted_closely_and_hardly_ever_too_low() -> None:
-    """What is sent counts as held until it surely has arrived, which in small models weighs."""
+def test_peaks_of_a_pipeline_are_predicted_within_5_percent_and_hardly_ever_too_low() -> None:
     found = _differences(2, 2)
     errors = np.array([d.step_error for d in found])
-    assert np.abs(errors).max() <= 0.08, errors
-    assert np.mean(np.abs(errors) <= 0.05) >= 0.75, errors
-    assert errors.min() >= -0.02
+    assert np.mean(np.abs(errors) <= 0.05) >= 0.95, errors
+    assert errors.min() >= -0.03, errors
     assert {d.stage for d in found} == {0, 1}

@@ -29,6 +29,7 @@ from ds_infinipipe.planner.order import (
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.schedule_arrays import simulate_schedule, static_schedule
 from ds_infinipipe.planner.specs import Layout
+from ds_infinipipe.planner.transfers import transfer_bytes
 from ds_infinipipe.planner.types import Chunk, Op, PipelinePlan
 
 __all__ = [
@@ -151,12 +152,15 @@ class PipelineCase:
         return high
 
     def _peak_bytes(self, operations: Sequence[Sequence[tuple[Op, int]]], layers: int) -> int:
+        hidden = [self.memory.input_bytes(chunk) for chunk in self.held_chunks]
+        transfers = transfer_bytes(operations, hidden)
         return max(
             self.memory.peak_bytes(
                 stage,
                 operations[stage],
                 self.held_chunks,
                 [min(layers, own_layers)] * len(self.chunks),
+                transfers[stage],
             )
             for stage, own_layers in enumerate(self.layout.stage_layers)
         )

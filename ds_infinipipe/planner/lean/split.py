@@ -74,6 +74,7 @@ def _schedules(choice: LeanChoice, limit_bytes: int) -> Iterator[ScheduleArrays]
                 costs.p2p_s,
                 *arrays.amounts,
                 arrays.transients,
+                arrays.transfers(schedule),
                 arrays.layers,
                 counts,
                 *arrays.split,

@@ -22,7 +22,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 _TIMES = ", ".join(["float64[:,::1]"] * 5)
 _BYTES = (
     "int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[::1], int64[:,:,:,::1],"
-    "int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[:,:,::1]"
+    "int64[:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], int64[:,:,::1]"
 )
 
 
@@ -41,6 +41,7 @@ def fill_waits(
     released: IntArray,
     saving: IntArray,
     transients: IntArray,
+    transfers: IntArray,
     layers: IntArray,
     counts: IntArray,
     stashed: IntArray,
@@ -80,6 +81,7 @@ def fill_waits(
         if stage < 0:
             break
         code = operations[stage, done[stage]]
+        moving = transfers[stage, done[stage]]
         done[stage] += 1
         is_forward = code >= 0
         chunk = code if is_forward else -code - 1
@@ -87,7 +89,7 @@ def fill_waits(
         extent = 0 if count == 0 else 1 if count < layers[stage] else 2
         saved = count * saving[chunk]
         added = entered[stage, chunk] - saved if is_forward else gradient[stage, chunk]
-        need = added + transients[0 if is_forward else 1, extent, stage, chunk]
+        need = added + moving + transients[0 if is_forward else 1, extent, stage, chunk]
         while first[stage] < end[stage]:
             late = left[stage, first[stage]]
             wait_s = start - clock_s[stage]
@@ -110,10 +112,10 @@ def fill_waits(
             else:
                 gradient_s[stage, chunk] = clock
         else:
-            half = current[stage]
+            half = current[stage] + moving
             half += input_transient(layers[stage], count, input_figures[stage, chunk])
             current[stage] -= released[stage, chunk] - saved
-            after = current[stage] + stashed[stage, chunk] + weight_transient[stage, chunk]
+            after = current[stage] + stashed[stage, chunk] + weight_transient[stage, chunk] + moving
             clock += recompute_s[stage, chunk]
             if max(half, after) <= limit:
                 result[stage, used[stage]] = code - SPLIT

@@ -172,7 +172,7 @@ class CheckpointMixin:
             param_groups=[_plain(g) for g in _basic(self.optimizer).param_groups],
             loss_scale=_loss_scale(self.loss_scaler),
             sampler=self._sampler_state(),
-            planner=self.settings.planner.model_dump(mode="json"),
+            planner=self.module.planner_settings.model_dump(mode="json"),
             versions={n: importlib.metadata.version(n) for n in ("ds-infinipipe", "deepspeed")}
             | {"torch": torch.__version__},
         )
