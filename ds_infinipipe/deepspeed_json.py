@@ -239,12 +239,13 @@ def _drop_auto(node: dict[str, Any], path: tuple[str, ...]) -> None:
 def _complete_optimizer(derived: dict[str, Any]) -> None:
     """Use torch's Adam unless told otherwise: DeepSpeed's own is compiled at the first step.
 
-    On the host the fused one, which takes one pass over the states.
+    The fused one takes one pass over the states and no memory beside them.
     """
     optimizer = derived.get("optimizer")
     if optimizer is None:
         return
     params = optimizer.setdefault("params", {})
     params.setdefault("torch_adam", True)
-    if params["torch_adam"] and params.get("foreach") is None and offloads_optimizer(derived):
-        params.setdefault("fused", True)
+    others = params.get("foreach") or params.get("differentiable")
+    if params["torch_adam"] and not others and params.get("fused") is None:
+        params["fused"] = True

@@ -96,10 +96,13 @@ class DecoderLayer(Decoder):
         return hidden
 
     @contextmanager
-    def leaving_weights(self) -> Iterator[list[WeightWork | EarlyGradient]]:
+    def leaving_weights(
+        self, sets_aside: bool = True
+    ) -> Iterator[list[WeightWork | EarlyGradient]]:
         """Backwards inside leave the weights' gradients to the list's work.
 
-        Of projections they are still to be made then; those of norms are made and set aside.
+        Of projections they are still to be made then. Those of norms are made and set aside, or
+        left in `.grad` where a step's gradients are added up there.
         """
         work: list[WeightWork | EarlyGradient] = []
         projections = [m for m in self.block.modules() if isinstance(m, Projection)]
@@ -110,7 +113,7 @@ class DecoderLayer(Decoder):
         finally:
             for projection in projections:
                 projection.left = None
-        for module in self.block.modules():
+        for module in self.block.modules() if sets_aside else ():
             if not isinstance(module, Projection):
                 for parameter in module.parameters(recurse=False):
                     if parameter.grad is not None:

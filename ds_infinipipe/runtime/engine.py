@@ -42,12 +42,13 @@ from ds_infinipipe.runtime.p2p import Channels
 from ds_infinipipe.runtime.planning import PlanningReport, PlanningTask, PlanService
 from ds_infinipipe.runtime.recovery import Recovery
 from ds_infinipipe.runtime.report import StepReport, TimeCalibration
-from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding, Zero3Sharding
+from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding
 from ds_infinipipe.runtime.step import StepState
 from ds_infinipipe.runtime.surface import lifted_refusals
 from ds_infinipipe.runtime.totals import StepTotals
 from ds_infinipipe.runtime.waits import WaitTimes
 from ds_infinipipe.runtime.watchdog import Watchdog, current_activity
+from ds_infinipipe.runtime.zero3 import Zero3Sharding
 
 __all__ = ["InfiniPipeEngine"]
 
@@ -99,6 +100,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         self.stop_requested = False
         self._watchdog = Watchdog(lambda: current_activity(self), self.settings.runtime.watchdog_s)
         self.before_step_hooks: list[Callable[[InfiniPipeEngine], None]] = []
+        self.gradient_norm = 0.0
         self.report: StepReport | None = None
         self.plan: Plan | None = None
         self.batch: StepBatch | None = None

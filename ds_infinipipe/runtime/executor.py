@@ -235,7 +235,8 @@ class StageExecutor:
             self._fetch(segment.layer, upcoming)
             # layers of the user's own make all their gradients now
             is_ours = isinstance(layer, DecoderLayer)
-            with layer.leaving_weights() if is_ours else nullcontext([]) as work:
+            sets_aside = self._sharding.takes_gradients
+            with layer.leaving_weights(sets_aside) if is_ours else nullcontext([]) as work:
                 gradient = self._backward_segment(record.context, segment, gradient)
             left.append(_LayerWork(segment.layer, work))
             self._release(segment.layer, upcoming)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     """True if the step's loss and gradients are finite on every rank; a collective over all.
 
+    The same collective adds up `engine.gradient_norm`, of all gradients before clipping.
+
     An overflow of fp16 gradients beneath a finite loss lowers the loss scale and skips the step
     (False), which is how dynamic scaling finds its scale. Otherwise the step is saved for replay by
     one rank of each replica, and then skipped (False) or NonFiniteError is raised, as
@@ -34,13 +36,17 @@ def may_step(engine: InfiniPipeEngine, step: StepState) -> bool:
     smallest scale, no scale can cure.
     """
     loss_is_finite = math.isfinite(engine.executor.loss_sum)
-    bad = not loss_is_finite or not engine.sharding.gradients_are_finite()
-    votes = torch.tensor([float(bad), float(not loss_is_finite), 1.0], device=engine.device)
+    square = engine.sharding.squared_norm()
+    bad = not (loss_is_finite and math.isfinite(square))
+    mine = [float(bad), float(not loss_is_finite), 1.0, 0.0 if bad else square]
+    votes = torch.tensor(mine, dtype=torch.float64, device=engine.device)
     dist.all_reduce(votes)
-    num_bad, num_bad_losses, num_ranks = (round(vote) for vote in votes.tolist())
+    *counts, square = votes.tolist()
+    num_bad, num_bad_losses, num_ranks = (round(count) for count in counts)
     check_all_took_part(num_ranks, "step")
     step.is_committed = True
     if not num_bad:
+        engine.gradient_norm = math.sqrt(square / engine.sharding.num_holders)
         return True
     scaler = engine.loss_scaler
     if scaler is not None and not num_bad_losses and not is_exhausted(scaler):

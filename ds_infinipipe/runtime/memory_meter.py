@@ -27,7 +27,8 @@ from ds_infinipipe.ops.cross_entropy import linear_cross_entropy_sum
 from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.p2p import Channel
-from ds_infinipipe.runtime.sharding import ReplicatedSharding, Zero3Sharding
+from ds_infinipipe.runtime.sharding import ReplicatedSharding
+from ds_infinipipe.runtime.zero3 import Zero3Sharding
 
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine

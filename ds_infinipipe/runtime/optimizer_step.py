@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from deepspeed import comm as dist
-
-from ds_infinipipe.runtime.sharding import ReplicatedSharding, Sharding
+from ds_infinipipe.runtime.sharding import Sharding
 
 __all__ = ["OptimizerStepMixin"]
 
@@ -16,13 +13,11 @@ class OptimizerStepMixin:
     """Stepping or skipping for the engine; `self` is an InfiniPipeEngine."""
 
     # what is used of the engine
-    device: Any
     global_samples: int
     global_steps: int
-    grid: Any
     gradient_clipping: Any
+    gradient_norm: float
     loss_scaler: Any
-    module: Any
     optimizer: Any
     sharding: Sharding
     skipped_steps: int
@@ -32,11 +27,18 @@ class OptimizerStepMixin:
     _whole_batch: Any
 
     def step_optimizer(self) -> None:
-        """Clip, step and schedule as DeepSpeed does, counting the sequences that were trained."""
-        if isinstance(self.sharding, ReplicatedSharding):
-            self._step_replicated()
-        else:
-            self._exec_optimizer_step()
+        """Clip, step and schedule as DeepSpeed does, counting the sequences that were trained.
+
+        `gradient_norm` is over all stages, a weight tied across stages counted once.
+        """
+        limit = self.gradient_clipping()
+        factor = limit / (self.gradient_norm + 1e-6) if limit > 0 else 1.0
+        if factor < 1.0:
+            self.sharding.scale_gradients(factor)
+        self._exec_optimizer_step()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update_scale(self.optimizer.overflow)
+        self._global_grad_norm = self.gradient_norm
         self._count_samples()
 
     def skip_step(self) -> None:
@@ -48,31 +50,7 @@ class OptimizerStepMixin:
         self._count_samples()
 
     def clip_fp32_gradients(self) -> None:
-        """ZeRO-0 clipping by the norm over all stages, a weight tied across stages counted once."""
-        factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1.0:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
-    def _step_replicated(self) -> None:
-        norm = self._global_grad_norm = self._replicated_grad_norm()
-        if self.loss_scaler is None:
-            self._exec_optimizer_step()
-            return
-        if self.gradient_clipping() > 0:
-            self.clip_fp32_gradients()  # DeepSpeed calls it for fp32 only
-        self._exec_optimizer_step()
-        self.loss_scaler.update_scale(self.optimizer.overflow)
-        self._global_grad_norm = norm
-
-    def _replicated_grad_norm(self) -> float:
-        counted = [p.grad for p in self.module.parameters() if p.model_parallel]
-        squares = [g.detach().double().square().sum() for g in counted if g is not None]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        total = total.to(self.device)
-        dist.all_reduce(total, group=self.grid.get_model_parallel_group())
-        return float(total.sqrt())
+        """They are clipped already."""
 
     def _count_samples(self) -> None:
         # DeepSpeed counted its own train_batch_size, which is not the number of sequences

@@ -36,7 +36,6 @@ __all__ = [
     "check_surface",
     "check_zero3_optimizer",
     "gradient_partition",
-    "hand_over_gradients",
     "lifted_refusals",
     "reduce_pending_gradients",
     "skip_shared_memory_build",
@@ -60,7 +59,9 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     PipelineModule: ("_build", "_partition_layers", "_set_bounds"),
     DeepSpeedZeroOptimizer_Stage3: (
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-        "finalize_gradient_accumulation_boundary",
+        "_optimizer_step",
+        "_pre_step",
+        "_reassign_or_swap_out_partitioned_parameters",
         "independent_gradient_partition_epilogue",
         "override_loss_scale",
         "reduce_ready_partitions_and_remove_grads",
@@ -89,12 +90,14 @@ _OPTIMIZER_ATTRIBUTES = (
     "_epilogue_ran_this_backward",
     "_grad_acc_hooks",
     "_leaf_module_hooks",
-    "_offload_boundary_param_ids",
+    "fp32_partitioned_groups_flat",
     "grad_partitions_flat_buffer",
     "ipg_buckets",
     "micro_step_id",
     "offload_optimizer",
+    "overflow",
     "parameter_offload",
+    "persistent_parameters",
     "reduce_and_partition_stream",
 )
 
@@ -138,17 +141,6 @@ def gradient_partition(optimizer: Any, parameter: torch.nn.Parameter) -> torch.T
     partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
     partition: torch.Tensor = partitions[parameter.ds_id]  # type: ignore[attr-defined]
     return partition
-
-
-def hand_over_gradients(optimizer: Any) -> None:
-    """Copy complete gradients to where an offloaded optimizer steps, and take their norms.
-
-    DeepSpeed does both at every reduction of the last micro-batch. Here a parameter is reduced once
-    a chunk, and what it got from other replicas or the other end of a tie comes after all of them.
-    """
-    parameters = (p for group in optimizer.fp16_groups for p in group)
-    optimizer._offload_boundary_param_ids = {p.ds_id for p in parameters if p.requires_grad}
-    optimizer.finalize_gradient_accumulation_boundary()
 
 
 def reduce_pending_gradients(optimizer: Any) -> None:

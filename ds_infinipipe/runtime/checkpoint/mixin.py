@@ -34,6 +34,8 @@ __all__ = ["CheckpointMixin"]
 logger = logging.getLogger(__name__)
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# how an optimizer computes, not what
+_KERNEL_CHOICES = frozenset({"capturable", "differentiable", "foreach", "fused"})
 _NEUTRAL_CONFIG = frozenset({"architectures", "dtype", "transformers_version"})
 
 
@@ -278,6 +280,8 @@ class CheckpointMixin:
         groups = _basic(self.optimizer).param_groups
         for group, saved in zip(groups, manifest.param_groups, strict=True):
             for name, value in saved.items():
+                if name in _KERNEL_CHOICES:
+                    continue
                 group[name] = tuple(value) if isinstance(value, list) else value
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(extras["lr_scheduler"])
