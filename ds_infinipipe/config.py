@@ -129,6 +129,10 @@ class ParallelSettings(_Section):
     dp: _Degree = 1
     """Data-parallel replicas, each with a plan of its own. Default 1."""
 
+    shard_optimizer_over_dp: bool = False
+    """Each replica keeps masters and Adam's states of 1/dp of its ZeRO-3 partition; weights are
+    gathered over the replicas once a step. Default false."""
+
     def resolve(self, world_size: int) -> tuple[int, int, int]:
         """(pp, sp, dp) for that many ranks; ConfigError where the product differs."""
         sp = max(1, world_size // (self.pp * self.dp)) if self.sp == "auto" else self.sp
@@ -378,4 +382,11 @@ def derive_deepspeed_config(
     whole = read_deepspeed_json(config)
     section = InfiniPipeConfig.from_section(whole.get(SECTION, {}))
     _, sp, _ = section.parallel.resolve(world_size)
-    return derive_deepspeed_settings(whole, shards=sp)
+    derived = derive_deepspeed_settings(whole, shards=sp)
+    stage = derived["zero_optimization"]["stage"]
+    if section.parallel.shard_optimizer_over_dp and stage != 3:
+        raise ConfigError(
+            "infinipipe.parallel.shard_optimizer_over_dp cuts ZeRO-3's partitions, but "
+            f"zero_optimization.stage is {stage}: set the stage to 3, or the option to false"
+        )
+    return derived

@@ -64,6 +64,7 @@ def _make_sampler(
         section.model.load_spec(),
         dtype_bytes=_dtype_bytes(config),
         offloads_optimizer=offloads_optimizer(config),
+        shards_optimizer_over_dp=section.parallel.shard_optimizer_over_dp,
     )
     sp = section.parallel.sp
     if sp == "auto":

@@ -3,7 +3,8 @@
 A stage adds its gradients up once a step, layer by layer from the last to the first: each layer as
 soon as its backward in the last chunk is done on every replica, beside the backward of the layers
 below. What is left after the last backward is at least the sums of the stage's first layer and of
-the embedding.
+the embedding. Where the optimizer's states are cut over the replicas, a sum is a reduce-scatter and
+the new weights are gathered at the end of the step.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class GradientSums:
     """A layer's gather and reduce-scatter, where they share the links of the sum; else 0."""
     overlap: float
     """Share of what could hide under compute that does: the cluster's `zero_overlap`."""
+    gather_s: float = 0.0
+    """Gather of a stage's new weights over the replicas; 0 where each has all of them."""
 
     @classmethod
     def of(
@@ -66,23 +69,29 @@ class GradientSums:
         ZeRO-3; a weight tied inside a stage is summed with the embedding.
         """
         shards = layout.sp if zero_stage == 3 else 1
+        units = _unit_params(model, layout)
+        is_cut = model.shards_optimizer_over_dp and zero_stage == 3
+        # gradients in host memory are summed as a whole
+        passes = 1 if is_cut and not model.offloads_optimizer else 2
         units_s = tuple(
-            np.array([replica_sum_s(4 * n / shards, layout, cluster) for n in params])
-            for params in _unit_params(model, layout)
+            np.array([replica_sum_s(4 * n / shards, layout, cluster, passes) for n in params])
+            for params in units
         )
+        weight_bytes = model.dtype_bytes * max(map(sum, units)) / shards
+        gather_s = replica_sum_s(weight_bytes, layout, cluster, 1) if is_cut else 0.0
         cost = CostModel(model, cluster, layout, zero_stage)
         is_shared = layout.dp > 1 and sum_shares_links(layout, cluster)
         own_s = 2 * cost.coefficients.gather_s if is_shared else 0.0
         # gradients in host memory are summed when all are there
         overlap = 0.0 if model.offloads_optimizer else cluster.zero_overlap
-        return cls(layout, units_s, own_s, overlap)
+        return cls(layout, units_s, own_s, overlap, gather_s)
 
     def least_s(self, stage: int) -> float:
         """What no step hides: sums that start at the last backward's end, or cannot overlap."""
         ends_with = 2 if stage == 0 else 1
         total_s = float(self.units_s[stage].sum())
         last_s = float(self.units_s[stage][-ends_with:].sum())
-        return last_s + (1.0 - self.overlap) * (total_s - last_s)
+        return last_s + (1.0 - self.overlap) * (total_s - last_s) + self.gather_s
 
     def step_time_s(self, makespans_s: Sequence[float], settled: Sequence[Settled]) -> float:
         """End of the step: every stage's replicas wait for the slowest of them, layer by layer.
@@ -96,7 +105,7 @@ class GradientSums:
             hidden = min(chain_end_s(ready_s, sums_s, self.own_s), backward_end_s + total_s)
             exposed_s = backward_end_s + total_s
             end_s = max(end_s, self.overlap * hidden + (1.0 - self.overlap) * exposed_s)
-        return end_s
+        return end_s + self.gather_s
 
     def schedule_s(self, simulated: SimulatedSchedule, costs: ChunkCosts) -> float:
         """Least step of a replica that runs this schedule, whatever the others do."""

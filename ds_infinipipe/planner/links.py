@@ -63,18 +63,20 @@ def p2p_token_s(model: ModelSpec, layout: Layout, cluster: ClusterSpec) -> float
     return token_bytes / (cluster.node_p2p_bandwidth * nodes_per_stage)
 
 
-def replica_sum_s(rank_bytes: float, layout: Layout, cluster: ClusterSpec) -> float:
+def replica_sum_s(
+    rank_bytes: float, layout: Layout, cluster: ClusterSpec, passes: int = 2
+) -> float:
     """Seconds to add `rank_bytes` of every rank up over the replicas; 0 with one replica.
 
     Replicas in one node add up over its links first, then the nodes exchange what is distinct
-    through their adapters; a ring's two passes each.
+    through their adapters; a ring's two passes each, or one of a reduce-scatter or a gather.
     """
     if layout.dp == 1 or rank_bytes == 0:
         return 0.0
     inside, outside = _replica_spread(layout, cluster)
-    link_s = 2 * (inside - 1) / inside * rank_bytes / cluster.gather_bandwidth
+    link_s = passes * (inside - 1) / inside * rank_bytes / cluster.gather_bandwidth
     distinct = min(cluster.devices_per_node, layout.pp * layout.sp) * rank_bytes
-    nic_s = 2 * (outside - 1) / outside * distinct / cluster.node_p2p_bandwidth
+    nic_s = passes * (outside - 1) / outside * distinct / cluster.node_p2p_bandwidth
     return link_s + nic_s + 2 * cluster.collective_latency_s
 
 

@@ -29,14 +29,17 @@ def state_bytes(model: ModelSpec, layout: Layout, stage: int, zero_stage: int) -
 
     ZeRO-3 shards all of it over sp, has float32 masters even of float32 parameters, and a bucket
     for gradients that are to be reduced; an offloaded optimizer leaves the parameters and the
-    bucket on the device.
+    bucket on the device. Masters and moments may be cut over dp as well.
     """
     size, wide = model.dtype_bytes, max(4, model.dtype_bytes)
     parameters = sum(_stage_units(model, layout, stage))
     if zero_stage == 0:
         return parameters * (size + wide + 2 * wide + (4 if size < 4 else 0))
-    kept = size + (0 if model.offloads_optimizer else 4 + 8 + 4)
-    return -(-parameters * kept // layout.sp) + size * reduce_bucket_elements(model)
+    shards = layout.sp * (layout.dp if model.shards_optimizer_over_dp else 1)
+    on_device = not model.offloads_optimizer
+    kept = -(-parameters * (size + 4 * on_device) // layout.sp)
+    stepped = -(-parameters * (4 + 8) * on_device // shards)
+    return kept + stepped + size * reduce_bucket_elements(model)
 
 
 def reduce_bucket_elements(model: ModelSpec) -> int:

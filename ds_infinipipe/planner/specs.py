@@ -70,6 +70,8 @@ class ModelSpec:
     """Every query and key head is normalised (Qwen3)."""
     offloads_optimizer: bool = False
     """Masters, Adam's states and gradient sums are in host memory (ZeRO-3)."""
+    shards_optimizer_over_dp: bool = False
+    """Masters and Adam's states are cut over the replicas too (ZeRO-3)."""
 
     @property
     def kv_size(self) -> int:

@@ -278,7 +278,15 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         layers = [list(layer.parameters()) for layer in self.module.forward_funcs]
         if self.module.zero_stage == 3:
             replica_pg = self.grid.replica_pg if self.module.layout.dp > 1 else None
-            return Zero3Sharding(self.optimizer, layers, self.sp_size, replica_pg, self.loss_scaler)
+            return Zero3Sharding(
+                self.optimizer,
+                layers,
+                self.sp_size,
+                replica_pg,
+                self.loss_scaler,
+                self.settings.parallel.shard_optimizer_over_dp,
+                self.module.tied_parameter,
+            )
         is_alone = self.sp_size * self.module.layout.dp == 1
         pg = None if is_alone else self.grid.gradient_pg
         return ReplicatedSharding(layers, pg, self.loss_scaler)

@@ -15,7 +15,13 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["GradientSum", "join_neighbours", "owned_parameters", "sum_hosted"]
+__all__ = [
+    "GradientSum",
+    "all_reduce_over",
+    "join_neighbours",
+    "owned_parameters",
+    "sum_hosted",
+]
 
 _HOSTED_BLOCK = 1 << 24
 
@@ -28,16 +34,19 @@ class GradientSum:
     """
 
     def __init__(
-        self, num_layers: int, gradients: Callable[[int], Sequence[torch.Tensor]], pg: Any
+        self,
+        num_layers: int,
+        gradients: Callable[[int], Sequence[torch.Tensor]],
+        add_up: Callable[[torch.Tensor], Any],
     ) -> None:
-        """`gradients(layer)` are the tensors to add up over the ranks of `pg`, in place."""
+        """`gradients(layer)` are a layer's tensors, and `add_up` starts the sum of one in place."""
         self._num_layers = num_layers
         self._gradients = gradients
-        self._pg = pg
+        self._add_up = add_up
         self._next = num_layers - 1
         self._pending: list[Any] = []
         self.started = 0
-        """All-reduces since this was built."""
+        """Sums since this was built."""
 
     def begin_step(self) -> None:
         """Start again from the last layer."""
@@ -48,7 +57,7 @@ class GradientSum:
         """Start the sums of this layer and of those above it that have not started."""
         while self._next >= layer:
             for gradient in self._gradients(self._next):
-                self._pending.append(dist.all_reduce(gradient, group=self._pg, async_op=True))
+                self._pending.append(self._add_up(gradient))
                 self.started += 1
             self._next -= 1
 
@@ -65,6 +74,11 @@ class GradientSum:
             with contextlib.suppress(RuntimeError):
                 work.wait()
         self._pending.clear()
+
+
+def all_reduce_over(pg: Any) -> Callable[[torch.Tensor], Any]:
+    """Starts to add a tensor up over the ranks of `pg`, in place and on all of them."""
+    return lambda tensor: dist.all_reduce(tensor, group=pg, async_op=True)
 
 
 def owned_parameters(

@@ -33,7 +33,9 @@ class MemoryCase:
     model_type: str = "llama"
     pp: int = 2
     sp: int = 2
+    dp: int = 1
     zero_stage: int = 3
+    shards_optimizer: bool = False
     is_bf16: bool = False
     num_kv_heads: int = 2
     num_layers: int = 4
@@ -65,7 +67,12 @@ class MemoryCase:
             },
             "infinipipe": {
                 "model": {"config": self._hf_config(), "seed": self.seed},
-                "parallel": {"pp": self.pp, "sp": self.sp},
+                "parallel": {
+                    "pp": self.pp,
+                    "sp": self.sp,
+                    "dp": self.dp,
+                    "shard_optimizer_over_dp": self.shards_optimizer,
+                },
                 "planner": {"loss_block_tokens": self.loss_block_tokens},
                 "planning": {"asynchronous": False},
             },

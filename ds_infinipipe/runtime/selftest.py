@@ -54,6 +54,7 @@ class Case:
     bf16: bool = False
     fp16: bool = False
     offload: bool = False
+    shards_optimizer: bool = False
     tied: bool = False
     num_layers: int = 4
     num_heads: int = 4
@@ -137,7 +138,12 @@ def make_config(case: Case) -> dict[str, Any]:
                 "fp8": case.fp8,
                 "compile": case.compiled,
             },
-            "parallel": {"pp": case.pp, "sp": case.sp, "dp": case.dp},
+            "parallel": {
+                "pp": case.pp,
+                "sp": case.sp,
+                "dp": case.dp,
+                "shard_optimizer_over_dp": case.shards_optimizer,
+            },
             "planner": {
                 "alignment": case.alignment,
                 "loss_block_tokens": case.loss_block_tokens,

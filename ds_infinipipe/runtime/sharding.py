@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 
 from ds_infinipipe.runtime.gradient_norm import squared_norm
-from ds_infinipipe.runtime.gradient_sum import GradientSum, owned_parameters
+from ds_infinipipe.runtime.gradient_sum import GradientSum, all_reduce_over, owned_parameters
 
 __all__ = ["Layers", "ReplicatedSharding", "Sharding", "counts_in_norm"]
 
@@ -94,7 +94,7 @@ class ReplicatedSharding:
         """`gradient_pg` has all ranks of the stage in all replicas; None where this is the one."""
         self.num_holders = 1 if gradient_pg is None else dist.get_world_size(gradient_pg)
         self._owned = owned_parameters(layers)
-        self._sum = GradientSum(len(self._owned), self._gradients_of, gradient_pg)
+        self._sum = GradientSum(len(self._owned), self._gradients_of, all_reduce_over(gradient_pg))
         self._is_alone = gradient_pg is None
         self._loss_scaler = loss_scaler
         self.loss_multiplier = 1.0

@@ -38,6 +38,7 @@ __all__ = [
     "gradient_partition",
     "lifted_refusals",
     "reduce_pending_gradients",
+    "replace_partitions",
     "skip_shared_memory_build",
 ]
 
@@ -59,6 +60,8 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     PipelineModule: ("_build", "_partition_layers", "_set_bounds"),
     DeepSpeedZeroOptimizer_Stage3: (
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        "_get_fp32_grad_state_partition",
+        "_get_fp32_opt_state_partition",
         "_optimizer_step",
         "_pre_step",
         "_reassign_or_swap_out_partitioned_parameters",
@@ -90,15 +93,20 @@ _OPTIMIZER_ATTRIBUTES = (
     "_epilogue_ran_this_backward",
     "_grad_acc_hooks",
     "_leaf_module_hooks",
+    "fp16_groups",
+    "fp16_partitioned_groups_flat",
     "fp32_partitioned_groups_flat",
     "grad_partitions_flat_buffer",
     "ipg_buckets",
     "micro_step_id",
+    "lp_param_buffer",
     "offload_optimizer",
+    "offload_optimizer_pin_memory",
     "overflow",
     "parameter_offload",
     "persistent_parameters",
     "reduce_and_partition_stream",
+    "sub_group_to_group_id",
 )
 
 
@@ -141,6 +149,39 @@ def gradient_partition(optimizer: Any, parameter: torch.nn.Parameter) -> torch.T
     partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
     partition: torch.Tensor = partitions[parameter.ds_id]  # type: ignore[attr-defined]
     return partition
+
+
+def replace_partitions(
+    optimizer: Any, places: dict[torch.nn.Parameter, int], total: int
+) -> torch.Tensor:
+    """Lay the trained weights' partitions and gradients out anew, in flat buffers of `total`.
+
+    `places` are the starts in both. Returns the weights' buffer; where no partition lies it is
+    zero, as is all of `grad_partitions_flat_buffer`.
+    """
+    some = next(iter(places)).ds_tensor  # type: ignore[attr-defined]
+    weights = torch.zeros(total, dtype=some.dtype, device=some.device)
+    for parameter, start in places.items():
+        partition = parameter.ds_tensor  # type: ignore[attr-defined]
+        place = weights.narrow(0, start, partition.ds_numel)
+        place.copy_(partition.data)
+        partition.data = place
+    optimizer.lp_param_buffer = weights
+    optimizer.fp16_partitioned_groups_flat.clear()
+    partitions = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    partitions.clear()
+    old = optimizer.grad_partitions_flat_buffer
+    optimizer.grad_partitions_flat_buffer = None
+    dtype, device = old.dtype, old.device
+    del old
+    gradients = torch.zeros(total, dtype=dtype, device=device)
+    if optimizer.offload_optimizer_pin_memory:
+        gradients = get_accelerator().pin_memory(gradients)
+    optimizer.grad_partitions_flat_buffer = gradients
+    for parameter, start in places.items():
+        count = parameter.partition_numel()  # type: ignore[attr-defined]
+        partitions[parameter.ds_id] = gradients.narrow(0, start, count)  # type: ignore[attr-defined]
+    return weights
 
 
 def reduce_pending_gradients(optimizer: Any) -> None:

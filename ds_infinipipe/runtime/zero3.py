@@ -9,6 +9,7 @@ under which the hooks deadlock (they broadcast on the world group) or lose gradi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from deepspeed.utils import safe_get_full_grad
 from ds_infinipipe.runtime.gradient_norm import squared_norm
 from ds_infinipipe.runtime.gradient_sum import (
     GradientSum,
+    all_reduce_over,
     join_neighbours,
     owned_parameters,
     sum_hosted,
 )
 from ds_infinipipe.runtime.partition_step import PartitionStep
+from ds_infinipipe.runtime.replica_cut import ReplicaCut
 from ds_infinipipe.runtime.sharding import Layers, counts_in_norm
 from ds_infinipipe.runtime.surface import (
     abandon_zero3_step,
@@ -46,7 +49,12 @@ class Zero3Sharding:
         shard_size: int,
         replica_pg: Any = None,
         loss_scaler: Any = None,
+        cuts_states: bool = False,
+        tied: torch.nn.Parameter | None = None,
     ) -> None:
+        """`replica_pg` holds the replicas of this rank, if there are several; `cuts_states` cuts
+        the optimizer's states over them. `tied` is this stage's copy of a tied weight.
+        """
         check_zero3_optimizer(optimizer)
         self._optimizer = optimizer
         self._layers = [list(parameters) for parameters in layers]
@@ -61,30 +69,41 @@ class Zero3Sharding:
         self._shard_size = float(shard_size)  # which reduce-scatter divides by
         self.loss_multiplier = self._shard_size
         self._replica_pg = replica_pg
-        self.num_holders = 1 if replica_pg is None else dist.get_world_size(replica_pg)
         owned = owned_parameters(self._layers)
-        self._partitions = [[gradient_partition(optimizer, p) for p in layer] for layer in owned]
-        buffer = optimizer.grad_partitions_flat_buffer
-        sums_early = replica_pg is not None and not self._is_hosted
-        self._sum = self._make_sum(replica_pg) if sums_early else None
-        counted = [p for layer in owned for p in layer if counts_in_norm(p)]
-        self._counted = join_neighbours([gradient_partition(optimizer, p) for p in counted], buffer)
+        is_cut = cuts_states and replica_pg is not None
+        self.cut = ReplicaCut(optimizer, owned, replica_pg, tied) if is_cut else None
+        is_repeated = replica_pg is not None and not is_cut
+        self.num_holders = dist.get_world_size(replica_pg) if is_repeated else 1
+        self._sum = self._make_sum(owned)
+        self._counted = self._partitions([p for layer in owned for p in layer if counts_in_norm(p)])
+        self._step = optimizer.step = PartitionStep(optimizer, self.cut)
         self._remove_hooks()
-        for parameter in itertools.chain.from_iterable(self._layers):
-            if not self.takes_gradients:
+        if not self.takes_gradients:
+            for parameter in itertools.chain.from_iterable(self._layers):
                 parameter.grad = None
-                parameter.grad_dtype = buffer.dtype
-        optimizer.step = PartitionStep(optimizer)
+                parameter.grad_dtype = optimizer.grad_partitions_flat_buffer.dtype
 
     def _remove_hooks(self) -> None:
-        self._optimizer.parameter_offload._remove_module_hooks()
-        for hook in [*self._optimizer._grad_acc_hooks, *self._optimizer._leaf_module_hooks]:
+        optimizer = self._optimizer
+        optimizer.parameter_offload._remove_module_hooks()
+        for hook in [*optimizer._grad_acc_hooks, *optimizer._leaf_module_hooks]:
             hook.remove()
 
-    def _make_sum(self, replica_pg: Any) -> GradientSum:
-        buffer = self._optimizer.grad_partitions_flat_buffer
-        runs = [join_neighbours(partitions, buffer) for partitions in self._partitions]
-        return GradientSum(len(runs), runs.__getitem__, replica_pg)
+    def _partitions(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Complete gradients of parameters, as few stretches of the buffer."""
+        if self.cut is not None:
+            return self.cut.counted(parameters)
+        trained = [p for p in parameters if p.requires_grad]
+        partitions = [gradient_partition(self._optimizer, p) for p in trained]
+        return join_neighbours(partitions, self._optimizer.grad_partitions_flat_buffer)
+
+    def _make_sum(self, owned: Layers) -> GradientSum | None:
+        if self._replica_pg is None or self._is_hosted:
+            return None
+        if self.cut is not None:
+            return GradientSum(len(owned), self.cut.layer_gradients, self.cut.reduce_scatter)
+        runs = [self._partitions(parameters) for parameters in owned]
+        return GradientSum(len(runs), runs.__getitem__, all_reduce_over(self._replica_pg))
 
     def begin_step(self) -> None:
         # The optimizer copies a partition when micro_step_id is 0 and adds otherwise. Parameters
@@ -191,27 +210,32 @@ class Zero3Sharding:
                 parameter.grad = None
         # also where a replica had nothing to do, as it waits for the stream of the reductions
         self._optimizer.independent_gradient_partition_epilogue()
-        buffer = self._optimizer.grad_partitions_flat_buffer
         if self._sum is not None:
             self._sum.finish()
             self.counts["sum"] = self._sum.started
         elif self._replica_pg is not None:
+            buffer = self._optimizer.grad_partitions_flat_buffer
             self.counts["sum"] += sum_hosted(buffer, self._replica_pg)
         if self._loss_scaler is not None:
-            buffer.mul_(self._shard_size / self.loss_multiplier)
+            self.scale_gradients(self._shard_size / self.loss_multiplier)
         if tied is not None:
-            # both copies are partitioned alike, so partitions pair up by shard index
-            partition = gradient_partition(self._optimizer, tied)
-            if self._is_hosted:
-                sum_hosted(partition, tied_pg)
-            else:
-                dist.all_reduce(partition, group=tied_pg)
+            self._sum_tied(tied, tied_pg)
+
+    def _sum_tied(self, tied: torch.nn.Parameter, tied_pg: Any) -> None:
+        # both copies are partitioned and cut alike, so that parts pair up by rank and replica
+        whole = gradient_partition(self._optimizer, tied)
+        part = whole if self.cut is None else self.cut.own_gradient(tied)
+        if self._is_hosted:
+            sum_hosted(part, tied_pg)
+        else:
+            dist.all_reduce(part, group=tied_pg)
 
     def squared_norm(self) -> float:
         return squared_norm(self._counted)
 
     def scale_gradients(self, factor: float) -> None:
-        self._optimizer.grad_partitions_flat_buffer.mul_(factor)
+        for gradients in self._step.gradients:
+            gradients.mul_(factor)
 
     def full_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         return safe_get_full_grad(parameter)

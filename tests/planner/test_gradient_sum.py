@@ -131,6 +131,24 @@ def test_nothing_hides_where_gradients_are_in_host_memory() -> None:
     assert sums.least_s(0) == pytest.approx(float(sums.units_s[0].sum()))
 
 
+def test_states_cut_over_replicas_halve_the_sums_and_gather_the_weights() -> None:
+    layout = make_layout(MODEL, 2, 4, 2)
+    cut = replace(MODEL, shards_optimizer_over_dp=True)
+    whole, halved = (GradientSums.of(m, layout, CLUSTER) for m in (MODEL, cut))
+    latency_s = 2 * CLUSTER.collective_latency_s
+    for before, after in zip(whole.units_s, halved.units_s, strict=True):
+        assert after - latency_s == pytest.approx((before - latency_s) / 2)
+    total_s = float((halved.units_s[0] - latency_s).sum())
+    # bf16 weights are half of the float32 gradients
+    assert halved.gather_s - latency_s == pytest.approx(total_s / 2)
+    assert whole.gather_s == 0.0
+    ready = [tuple(np.zeros(units.size) for units in halved.units_s)]
+    assert halved.step_time_s([1e3], ready) == pytest.approx(1e3 + halved.gather_s)
+    assert halved.least_s(0) > halved.gather_s
+    alone = GradientSums.of(cut, make_layout(cut, 2, 8), CLUSTER)
+    assert alone.gather_s == 0.0
+
+
 def test_only_the_last_unit_is_left_after_a_long_last_backward() -> None:
     layout = make_layout(MODEL, 1, 8, 2)
     plans = plans_of([40_000] * 4, layout)

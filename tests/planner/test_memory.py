@@ -198,6 +198,17 @@ def test_eq_6_float32_parameters_have_float32_masters_under_zero_3() -> None:
     assert memory.state_bytes[1] == 640 * 20 + 640 * 4
 
 
+def test_eq_6_masters_and_moments_may_be_cut_over_the_replicas_too() -> None:
+    cut = replace(MODEL, shards_optimizer_over_dp=True)
+    layout = Layout(3, 1, 2, (2, 1, 1))
+    bucket = 2 * 640
+    assert memory_of(cut, layout).state_bytes[1] == 640 * (2 + 4 + (4 + 8) // 2) + bucket
+    assert memory_of(MODEL, layout).state_bytes[1] == 640 * 18 + bucket
+    assert memory_of(cut, replace(layout, dp=1)).state_bytes[1] == 640 * 18 + bucket
+    hosted = replace(cut, offloads_optimizer=True)
+    assert memory_of(hosted, layout).state_bytes[1] == 640 * 2 + bucket
+
+
 @pytest.mark.parametrize(
     ("name", "gib"), [("llama-7b", 5.2), ("llama-13b", 9.4), ("llama-30b", 21.2)]
 )

@@ -151,7 +151,8 @@ def differences(engine: InfiniPipeEngine, folder: Path) -> list[str]:
 
 
 def layout_name(case: Case) -> str:
-    return f"{case.pp}x{case.sp}x{case.dp}-zero{case.zero_stage}"
+    cut = "-cut" if case.shards_optimizer else ""
+    return f"{case.pp}x{case.sp}x{case.dp}-zero{case.zero_stage}{cut}"
 
 
 def with_layout(case: Case, pp: int, sp: int, dp: int = 1, zero_stage: int = 3) -> Case:

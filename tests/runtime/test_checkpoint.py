@@ -74,11 +74,12 @@ def _visit(rank: int, cases: list[Case], folder: str) -> list[tuple[str, str, li
 
 
 def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
-    """2x2, 4x1, 1x4, 1x3 (padded partitions), 1x1 and two replicas; sharded or not."""
+    """2x2, 4x1, 1x4, 1x3 (padded partitions), 1x1 and replicas; sharded or not, over dp or not."""
     folder = str(tmp_path)
     four = [(2, 2, 1, 3), (4, 1, 1, 3), (1, 4, 1, 3), (2, 1, 2, 3), (2, 2, 1, 0)]
+    cut = [replace(with_layout(DEEP, *n), shards_optimizer=True) for n in ((2, 1, 2), (1, 1, 4))]
     visits = [
-        [with_layout(DEEP, *layout) for layout in four],
+        [*(with_layout(DEEP, *layout) for layout in four), *cut],
         [with_layout(DEEP, 1, 3)],
         [with_layout(DEEP, 1, 1, 1, 3), with_layout(DEEP, 1, 1, 1, 0)],
         [with_layout(DEEP, *layout) for layout in four[1:3]],

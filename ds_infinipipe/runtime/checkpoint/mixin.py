@@ -52,6 +52,7 @@ class CheckpointMixin:
     module: Any
     optimizer: Any
     settings: Any
+    sharding: Any
     stage_id: int
     training_dataloader: Any
     _feed: Any
@@ -140,7 +141,8 @@ class CheckpointMixin:
 
     def _training_state(self) -> TrainingState:
         module = self.module
-        return make_state(module.hf_parameters(), self.optimizer, module.zero_stage)
+        cut = getattr(self.sharding, "cut", None)
+        return make_state(module.hf_parameters(), self.optimizer, module.zero_stage, cut)
 
     def _full_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: full_shape(p) for name, p in self.module.hf_parameters()}

@@ -1,7 +1,7 @@
 """A rank's share of weights and optimizer states, as flat views by Hugging Face name.
 
 Under ZeRO-3 the views lie in the stage-3 optimizer's flat fp32 buffers, so that nothing is gathered
-to save or load; under ZeRO-0 they are whole tensors.
+to save; under ZeRO-0 they are whole tensors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_infinipipe.errors import CheckpointError
 from ds_infinipipe.runtime.checkpoint.manifest import WEIGHT
+from ds_infinipipe.runtime.replica_cut import ReplicaCut
 
 __all__ = ["Share", "TrainingState", "full_shape", "make_state"]
 
@@ -58,11 +59,16 @@ _Counters = Mapping[str, Mapping[str, float]]
 _Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
-def make_state(parameters: _Named, optimizer: Any, zero_stage: int) -> TrainingState:
-    """The states of a stage; CheckpointError for an optimizer whose states cannot be reached."""
+def make_state(
+    parameters: _Named, optimizer: Any, zero_stage: int, cut: ReplicaCut | None = None
+) -> TrainingState:
+    """The states of a stage; CheckpointError for an optimizer whose states cannot be reached.
+
+    `cut` is how ZeRO-3's are cut over the replicas, if they are.
+    """
     named = dict(parameters)
     if zero_stage == 3:
-        return _ShardedState(named, optimizer)
+        return _ShardedState(named, optimizer, cut)
     return _WholeState(named, optimizer)
 
 
@@ -74,20 +80,22 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 class _ShardedState:
     """ZeRO-3: partitions of DeepSpeed's stage-3 optimizer; frozen parameters are in none."""
 
-    def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.nn.Parameter], optimizer: Any, cut: ReplicaCut | None
+    ) -> None:
         if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu:
             raise CheckpointError(
                 "states on NVMe cannot be saved or loaded: offload to the CPU instead"
             )
         self._named = named
         self._optimizer = optimizer
-        self._group = {
-            parameter: index
-            for index, group in enumerate(optimizer.fp16_groups)
-            for parameter in group
-        }
-        some = next(iter(named.values()))
-        self.shard = torch_dist.get_rank(some.ds_process_group)
+        self._cut = cut
+        self._trained = {p for group in optimizer.fp16_groups for p in group}
+        pg = next(iter(named.values())).ds_process_group  # type: ignore[attr-defined]
+        self._rank = torch_dist.get_rank(pg)
+        self.shard = self._rank
+        if cut is not None:
+            self.shard += cut.replica * torch_dist.get_world_size(pg)
 
     def shares(self) -> list[Share]:
         return [s for s in map(self._share, self._named.items()) if s.start < s.end]
@@ -95,19 +103,38 @@ class _ShardedState:
     def _share(self, item: tuple[str, torch.nn.Parameter]) -> Share:
         name, parameter = item
         size = parameter.ds_tensor.ds_numel
-        start = min(size * self.shard, parameter.ds_numel)
-        end = min(start + size, parameter.ds_numel)  # the last partition is padded
-        group = self._group.get(parameter)
-        if group is None:
+        first = size * self._rank
+        if parameter not in self._trained:
+            is_mine = self._cut is None or self._cut.replica == 0
+            start, end = self._clip(parameter, first, first + size * is_mine)
             return Share(name, start, end, {WEIGHT: parameter.ds_tensor.data[: end - start]})
-        _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        flat = self._optimizer.fp32_partitioned_groups_flat[group]
-        tensors, counters = _split(self._owner(group).state.get(flat, {}), flat)
+        index, offset, low, high = self._place(parameter)
+        # the last partition is padded
+        start, end = self._clip(parameter, first + low, first + high)
+        flat = self._optimizer.fp32_partitioned_groups_flat[index]
+        tensors, counters = _split(self._owner(index).state.get(flat, {}), flat)
         views = {
             kind: tensor.data[offset : offset + end - start]
             for kind, tensor in {WEIGHT: flat, **tensors}.items()
         }
         return Share(name, start, end, views, counters)
+
+    def _clip(self, parameter: Any, start: int, end: int) -> tuple[int, int]:
+        return min(start, parameter.ds_numel), min(end, parameter.ds_numel)
+
+    def _place(self, parameter: torch.nn.Parameter) -> tuple[int, int, int, int]:
+        """(flat master, offset in it, from where to where in the partition)."""
+        if self._cut is not None:
+            return self._cut.place(parameter)
+        optimizer = self._optimizer
+        group, offset, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return group, offset, 0, count
+
+    def _members(self) -> list[Sequence[torch.nn.Parameter]]:
+        """The parameters that share each flat master."""
+        if self._cut is not None:
+            return [parameters for _, parameters in self._cut.masters]
+        return list(self._optimizer.fp16_groups)
 
     def _owner(self, group: int) -> Any:
         """The optimizer that steps a group; with partial offload there are two."""
@@ -118,7 +145,7 @@ class _ShardedState:
 
     def allocate(self, kinds: Mapping[str, Sequence[str]], counters: _Counters) -> None:
         names = {parameter: name for name, parameter in self._named.items()}
-        for index, group in enumerate(self._optimizer.fp16_groups):
+        for index, group in enumerate(self._members()):
             members = [names[p] for p in group if p in names]
             flat = self._optimizer.fp32_partitioned_groups_flat[index]
             _allocate(self._owner(index), flat, members, kinds, counters)
@@ -127,8 +154,7 @@ class _ShardedState:
         self._optimizer.checkpoint_event_prologue()
 
     def finish_load(self) -> None:
-        for group in range(len(self._optimizer.fp16_groups)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        self._optimizer.step.publish()
         self._optimizer.checkpoint_event_epilogue()
 
 
