@@ -293,16 +293,8 @@ def _check_fp16(config: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"{where} is {value!r}; it must be a whole number of at least {least}{upto}"
                 )
-    if not section.get("enabled"):
-        return
-    if _lookup(config, "bf16.enabled"):
+    if section.get("enabled") and _lookup(config, "bf16.enabled"):
         raise ConfigError("bf16.enabled and fp16.enabled are both true: switch one off")
-    whole = _lookup(config, "zero_optimization.stage", 0) == 0
-    if whole and _lookup(config, "optimizer.params.torch_adam") is False:
-        raise ConfigError(
-            "optimizer.params.torch_adam is False: fp16 without ZeRO steps with torch's Adam; "
-            "remove it, or set zero_optimization.stage to 3"
-        )
 
 
 def _check_zero(section: Mapping[str, Any]) -> None:

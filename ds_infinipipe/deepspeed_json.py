@@ -212,7 +212,7 @@ def derive_deepspeed_settings(config: Mapping[str, Any], shards: int) -> dict[st
     halves = [name for name in ("bf16", "fp16") if derived.get(name, {}).get("enabled")]
     if halves and zero["stage"] == 3:
         derived.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    elif halves == ["fp16"]:
+    elif halves:
         # DeepSpeed has no optimizer for this mix; `runtime.sharding` accumulates in fp32
         derived.get("data_types", {}).pop("grad_accum_dtype", None)
     return derived

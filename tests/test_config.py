@@ -240,6 +240,18 @@ def test_torch_adam_is_used_unless_the_user_says_otherwise() -> None:
     assert given["optimizer"]["params"]["torch_adam"] is False
 
 
+def test_torchs_adam_is_the_fused_one_unless_the_user_says_otherwise() -> None:
+    def fused(**params: Any) -> Any:
+        optimizer = {"type": "AdamW", "params": params}
+        return derive(optimizer=optimizer)["optimizer"]["params"].get("fused")
+
+    assert fused() is True
+    assert fused(fused=False) is False
+    assert fused(foreach=True) is None
+    assert fused(differentiable=True) is None
+    assert fused(torch_adam=False) is None
+
+
 def test_gradients_are_reduce_scattered_in_buckets_of_the_given_size() -> None:
     assert derive()["zero_optimization"] == {
         "stage": 3,
@@ -253,6 +265,9 @@ def test_half_precision_accumulates_gradients_in_fp32() -> None:
     assert derive(bf16={"enabled": True})["data_types"]["grad_accum_dtype"] == "fp32"
     assert derive(fp16={"enabled": True})["data_types"]["grad_accum_dtype"] == "fp32"
     assert "data_types" not in derive(bf16={"enabled": False})
+    for half in ("bf16", "fp16"):  # the runtime's own sharding does, DeepSpeed has nothing for it
+        given = {half: {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        assert derive(zero_optimization={"stage": 0}, **given)["data_types"] == {}
 
 
 def test_auto_falls_back_to_deepspeeds_default_where_there_is_one() -> None:

@@ -68,7 +68,6 @@ def scheduler(kind: Any, **params: Any) -> dict[str, Any]:
         ({"fp16": {"hysteresis": 1.5}}, "hysteresis is 1.5; it must be a whole number"),
         ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale is 0; .* of at least 1"),
         ({"fp16": {"hysterisis": 2}}, "hysterisis is unknown; did you mean 'hysteresis'"),
-        ({"fp16": {"enabled": True}, **adam(torch_adam=False)}, "torch_adam is False: fp16 with"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is True"),
         ({"pipeline": {"stages": 2}}, "set infinipipe.parallel.pp"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled is True"),

@@ -34,6 +34,7 @@ from ds_infinipipe.runtime.executor import StageExecutor
 from ds_infinipipe.runtime.feed import BatchFeed
 from ds_infinipipe.runtime.kernels import choose_kernels
 from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
+from ds_infinipipe.runtime.masters import MasterOptimizer
 from ds_infinipipe.runtime.memory_meter import MemoryMeter
 from ds_infinipipe.runtime.module import InfiniPipeModule
 from ds_infinipipe.runtime.monitoring import step_events
@@ -273,6 +274,12 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
     }
 
     # ---- construction
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: Any) -> Any:
+        return MasterOptimizer(optimizer)
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        return MasterOptimizer(optimizer)
 
     def _make_sharding(self) -> Sharding:
         layers = [list(layer.parameters()) for layer in self.module.forward_funcs]

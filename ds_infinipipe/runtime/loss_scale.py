@@ -11,13 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import (
-    CreateLossScaler,
-    LossScaleConfig,
-    LossScaleProfile,
-)
-
-from ds_infinipipe.runtime.surface import check_fp16_optimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine
@@ -28,8 +22,8 @@ __all__ = ["adopt_loss_scaler", "is_exhausted"]
 def adopt_loss_scaler(engine: InfiniPipeEngine) -> Any:
     """The scaler of an fp16 engine, also its optimizer's `loss_scaler`; None for other dtypes.
 
-    ZeRO-3 has DeepSpeed's scaler. The optimizer without ZeRO has a simpler one, which ignores
-    hysteresis; it gets the same scaler, so that the stage does not change what a step does.
+    ZeRO-3 has DeepSpeed's scaler. Without ZeRO it is the same one, so that the stage does not
+    change what a step does.
     """
     if engine.module.dtype != torch.float16:
         return None
@@ -37,21 +31,12 @@ def adopt_loss_scaler(engine: InfiniPipeEngine) -> Any:
     if engine.module.zero_stage == 3:
         optimizer.override_loss_scale(1.0)
         return optimizer.loss_scaler
-    check_fp16_optimizer(optimizer)
     optimizer.loss_scaler = CreateLossScaler(
         torch.float16,
         engine.loss_scale(),
         engine.dynamic_loss_scale(),
         engine.dynamic_loss_scale_args(),
     )
-    optimizer.loss_scale_config = LossScaleConfig(
-        torch.float16, False, 1.0, None, profile=LossScaleProfile.UNFUSED
-    )
-    optimizer.clip_grad = 0.0
-    # To allocate its states it has taken a step on zero gradients: that decays the weights and
-    # counts in Adam's bias correction.
-    optimizer.optimizer.state.clear()
-    optimizer.refresh_fp32_params()
     return optimizer.loss_scaler
 
 

@@ -309,11 +309,6 @@ def _training_dtype(
             raise ConfigError(
                 f'dtype is {half}, but the configuration lacks "{name}": {{"enabled": true}}'
             )
-    if zero_stage == 0 and chosen == torch.bfloat16:
-        raise ConfigError(
-            "bf16 needs master weights, which ZeRO stage 0 does not keep here: set "
-            "zero_optimization.stage to 3, or train in fp32"
-        )
     if zero_stage == 3 and chosen == torch.float64:
         raise ConfigError("float64 needs zero_optimization.stage 0: ZeRO-3 keeps fp32 masters")
     return chosen

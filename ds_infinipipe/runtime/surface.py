@@ -16,7 +16,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -32,7 +31,6 @@ __all__ = [
     "SUPPORTED_DEEPSPEED",
     "SUPPORTED_TORCH",
     "abandon_zero3_step",
-    "check_fp16_optimizer",
     "check_surface",
     "check_zero3_optimizer",
     "gradient_partition",
@@ -50,6 +48,8 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     PipelineEngine: (
         "_INSTRUCTION_MAP",
         "_aggregate_total_loss",
+        "_configure_bf16_optimizer",
+        "_configure_fp16_optimizer",
         "_exec_optimizer_step",
         "_exec_schedule",
         "_get_optimizer_loss_scale",
@@ -72,7 +72,6 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     ),
     DeepSpeedZeRoOffload: ("_remove_module_hooks",),
     pipe_engine: ("ZeroStageEnum",),
-    FP16_UnfusedOptimizer: ("refresh_fp32_params",),
     type(get_accelerator()): ("is_fp16_supported",),
     partition_parameters: ("ZeroParamStatus", "GatheredParameters", "free_param"),
 }
@@ -188,13 +187,6 @@ def reduce_pending_gradients(optimizer: Any) -> None:
     """Reduce what is in the stage-3 optimizer's buckets, without waiting for it on the host."""
     for dtype in sorted(optimizer.ipg_buckets, key=str):
         optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-
-
-def check_fp16_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError where the fp16 optimizer without ZeRO lacks what `loss_scale` sets."""
-    names = ("clip_grad", "fp16_groups", "fp32_groups", "loss_scale_config", "optimizer")
-    missing = [n for n in names if not hasattr(optimizer, n)]
-    _refuse_missing([f"{type(optimizer).__name__}.{name}" for name in missing])
 
 
 def _check_version(package: str, version: str, supported: tuple[str, str]) -> None:

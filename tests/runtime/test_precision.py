@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
+import checkpoint_cases
 import pytest
 import torch
 from ranks import run_ranks
@@ -63,8 +66,9 @@ def _errors(rank: int, case: Case) -> list[tuple[float, float, float, float]]:
     [
         Case("llama", 2, 2, bf16=True, steps=3),
         Case("qwen3", 2, 1, bf16=True, tied=True, steps=3, seed=4),
+        Case("qwen3", 2, 1, bf16=True, tied=True, zero_stage=0, steps=3, seed=4),
     ],
-    ids=["llama 2x2", "qwen3 tied 2x1"],
+    ids=["llama 2x2", "qwen3 tied 2x1", "qwen3 tied 2x1 ZeRO-0"],
 )
 def test_bf16_gradients_are_as_good_as_those_of_plain_bf16(case: Case) -> None:
     for steps in run_ranks(_errors, case.pp * case.sp, case, timeout=120.0):
@@ -73,6 +77,30 @@ def test_bf16_gradients_are_as_good_as_those_of_plain_bf16(case: Case) -> None:
             assert mine <= 1.75 * theirs, (mine, theirs)
             assert mine < 0.1
             assert loss_error < 5e-3
+
+
+def _same_steps(rank: int, case: Case, folder: str) -> tuple[list[list[float]], list[str]]:
+    """Losses without ZeRO and with ZeRO-3; what differs after loading the one's states there."""
+    losses = []
+    engine = checkpoint_cases.build(replace(case, zero_stage=0), bf16=True)
+    losses.append(checkpoint_cases.train(engine, case, 5))
+    engine.save_checkpoint(folder)
+    masters = engine._training_state().shares()
+    assert all(share.tensors["weight"].dtype == torch.float32 for share in masters)
+    engine.close()
+    engine = checkpoint_cases.build(case, bf16=True)
+    losses.append(checkpoint_cases.train(engine, case, 5))
+    place, _ = engine.load_checkpoint(folder)
+    wrong = checkpoint_cases.differences(engine, Path(place))
+    engine.close()
+    return losses, wrong
+
+
+def test_bf16_trains_on_float32_masters_without_zero_as_with_it(tmp_path: Path) -> None:
+    case = Case("llama", 2, 1, tied=True, num_layers=2, bf16=True, clip=0.05)
+    for (whole, sharded), wrong in run_ranks(_same_steps, 2, case, str(tmp_path), timeout=120.0):
+        assert whole == pytest.approx(sharded, abs=2e-3)
+        assert wrong == []
 
 
 def test_fp8_gradients_are_as_good_as_those_of_plain_layers_in_fp8() -> None:

@@ -159,16 +159,14 @@ class _ShardedState:
 
 
 class _WholeState:
-    """ZeRO-0: whole tensors. fp32 parameters are their own masters, fp16 ones have some beside."""
+    """ZeRO-0: whole tensors. fp32 parameters are their own masters, halves have some beside."""
 
     shard = 0
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
         self._named = named
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        halves = [p for group in getattr(optimizer, "fp16_groups", ()) for p in group]
-        masters = [p for group in getattr(optimizer, "fp32_groups", ()) for p in group]
-        self._masters = dict(zip(halves, masters, strict=True))
+        self._masters: Mapping[torch.nn.Parameter, Tensor] = getattr(optimizer, "masters", {})
 
     def shares(self) -> list[Share]:
         return [self._share(*item) for item in self._named.items()]
