@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from ranks import run_ranks
 
 from ds_infinipipe.cli import main
+from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.planner.clusters import load_cluster
+from ds_infinipipe.planner.link_fit import Link, fit_links
+from ds_infinipipe.profiling.links import NodeShape, profile_links
 
 CONFIG = {
     "model_type": "llama",
@@ -46,10 +55,72 @@ def test_what_is_written_is_a_cluster_that_plans(
     assert main(plan) == 0
 
 
+def _calibrate(rank: int, model: str, output: str) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = main(["calibrate", "--model", model, "--budget-s", "20", "-o", output])
+    return code, said.getvalue()
+
+
+@pytest.mark.ranks
+def test_ranks_measure_their_links_together_and_the_first_writes(
+    model: str, tmp_path: Path
+) -> None:
+    output = str(tmp_path / "cluster.json")
+    (code, said), (other_code, other_said) = run_ranks(_calibrate, 2, model, output, timeout=120.0)
+    assert (code, other_code, other_said) == (0, 0, "")
+    for link in (Link.HOP, Link.GATHER, Link.REDUCE, Link.ALL_TO_ALL):
+        assert re.search(rf"{link.value} +[0-9.]+ GB/s after \d+ us", said), said
+    kept = said.splitlines()[-2]
+    assert "node_p2p_bandwidth" in kept and "memory_bytes" in kept and "gather" not in kept
+    base, cluster = load_cluster("cpu-local"), load_cluster(output)
+    for field in ("gather_bandwidth", "all2all_bandwidth", "device_p2p_bandwidth"):
+        assert getattr(cluster, field) != getattr(base, field)
+    assert cluster.node_p2p_bandwidth == base.node_p2p_bandwidth
+
+
+def _links(rank: int, hosts: list[str], sp: int | None) -> Any:
+    return profile_links(device=torch.device("cpu"), budget_s=3.0, sp=sp, host=hosts[rank])
+
+
+@pytest.mark.ranks
+def test_links_between_nodes_are_told_from_those_inside_by_the_hosts_names() -> None:
+    hosts = ["one", "one", "two", "two"]
+    results = run_ranks(_links, 4, hosts, None, timeout=120.0)
+    assert results[1:] == results[:1] * 3  # all ranks agree on every time
+    shape, rows = results[0]
+    assert shape == NodeShape(2, 2)
+    assert {row.link for row in rows} == set(Link)
+    for link in Link:
+        sizes = [row.num_bytes for row in rows if row.link is link]
+        assert len(sizes) >= 4 and sizes == sorted(sizes)
+    # both ranks of a node send at once, and half of what two gather is another's
+    first = {row.link: row.num_bytes for row in reversed(rows)}
+    assert (first[Link.HOP], first[Link.NODE_HOP], first[Link.GATHER]) == (4096, 8192, 2048)
+    assert set(fit_links(rows)) == set(Link)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("hosts", "sp", "message"),
+    [
+        (["a", "a", "b"], None, "the ranks are 2 on a, 1 on b: start equally many"),
+        (["a", "b", "a", "b"], None, "numbered node by node"),
+        (["a", "a", "b", "b"], 4, "--sp 4: it has to divide the 2 ranks of a node"),
+    ],
+)
+def test_ranks_that_lie_unevenly_are_refused(
+    hosts: list[str], sp: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_ranks(_links, len(hosts), hosts, sp, timeout=60.0)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         (["--budget-s", "0"], "--budget-s 0: from 1 second"),
+        (["--sp", "2"], "--sp 2: links need ranks"),
         (["--base-cluster", "nowhere"], "cluster 'nowhere' is neither a file nor a built-in"),
         (["-o", "/nowhere/cluster.json"], "the folder does not exist"),
         (["--model", "nothing.json"], "neither a file nor a built-in name"),

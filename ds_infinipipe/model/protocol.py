@@ -34,7 +34,11 @@ class StageLayer(nn.Module):
     """A layer whose parameters have names in checkpoints."""
 
     def hf_name(self, parameter: str) -> str:
-        """Checkpoint name of this layer's parameter `parameter` (as `named_parameters` has it)."""
+        """Checkpoint name of this layer's parameter `parameter` (as `named_parameters` has it).
+
+        Where these are the names, and the shapes, of the model in transformers that the
+        configuration names, `model.path` loads its weights and `export-hf` writes them.
+        """
         raise NotImplementedError
 
 

@@ -30,8 +30,8 @@ _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 15
 _LEAST_TOKENS = 64
 _MOST_TOKENS = 32768
-_CONTEXTS = (0, 1, 3, 7)
-"""Tokens before a slice, in slices of its size."""
+_SLICES = ((0, False), (1, False), (3, False), (7, True))
+"""Tokens before a slice, in slices of its size, and whether it is the last of its sequence."""
 
 
 def profile_layer(
@@ -48,10 +48,11 @@ def profile_layer(
 
     `model_config` is a Hugging Face config or where one is; `kernels` as in `infinipipe.model`.
     Shapes double from 64 tokens as long as the time and the device's memory allow, each whole, as a
-    pack of four, and as a slice over 1, 3 and 7 times as many tokens. They are measured in turn, in
-    another order each round, so that a change of the machine's speed falls on all. Raises
-    ConfigError for a config that cannot be built and when the time is not enough for three rounds
-    of four sizes.
+    pack of four, and as a slice over 0, 1, 3 and 7 times as many tokens: the last as the tail of
+    its sequence, the others with gradients of their keys and values that a later slice has left.
+    They are measured in turn, in another order each round, so that a change of the machine's speed
+    falls on all. Raises ConfigError for a config that cannot be built and when the time is not
+    enough for three rounds of four sizes.
     """
     bench = _Bench.build(model_config, device, dtype, attention, kernels)
     started = time.perf_counter()
@@ -98,8 +99,9 @@ def _grid(bench: _Bench, budget_s: float) -> tuple[list[Chunk], float]:
 
 
 def _shapes(tokens: int) -> Iterator[Chunk]:
-    for factor in _CONTEXTS:
-        yield Chunk((Slice(0, factor * tokens, tokens, True),))
+    yield Chunk((Slice(0, 0, tokens, True),))
+    for factor, is_tail in _SLICES:
+        yield Chunk((Slice(0, factor * tokens, tokens, is_tail),))
     quarter = tokens // 4
     yield Chunk(tuple(Slice(i, 0, quarter, True) for i in range(4)))
 
@@ -156,18 +158,31 @@ class _Bench:
         clock = _make_clock(self.device)
         start = clock.mark()
         output = self.layer(hidden, context)
-        middle = clock.mark()
+        forward_end = clock.mark()
+        if context.arena is not None and not chunk.slices[0].is_tail:
+            self._leave_gradients(context.arena, chunk.slices[0])
+        backward_start = clock.mark()
         torch.autograd.backward(output, gradient)
-        end_s, middle_s = clock.seconds(clock.mark()), clock.seconds(middle)
-        return middle_s - clock.seconds(start), end_s - middle_s
+        end = clock.mark()
+        forward_s = clock.seconds(forward_end) - clock.seconds(start)
+        return forward_s, clock.seconds(end) - clock.seconds(backward_start)
+
+    def _leave_gradients(self, arena: SequenceArena, piece: Slice) -> None:
+        """What the forward and backward of a slice behind this one do to the arena."""
+        later = self._rows(arena.num_rows - piece.end)
+        arena.write(later, later, 0, piece.end)
+        gradient = self._rows(arena.num_rows)
+        arena.collect_grads(gradient, gradient, 0, piece.end)
+
+    def _rows(self, count: int) -> torch.Tensor:
+        return torch.randn((count, *self.kv_shape), device=self.device, dtype=self.dtype)
 
     def _context(self, chunk: Chunk) -> ChunkContext:
         arena = None
         if chunk.keeps_kv:
-            arena = SequenceArena(chunk.slices[0].end)
-            rows = torch.randn(
-                (chunk.context_len, *self.kv_shape), device=self.device, dtype=self.dtype
-            )
+            piece = chunk.slices[0]
+            arena = SequenceArena(piece.end if piece.is_tail else piece.end + piece.length)
+            rows = self._rows(piece.start)
             arena.write(rows, rows, 0, 0)
         return ChunkContext.from_chunk(
             chunk,

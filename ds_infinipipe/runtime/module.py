@@ -106,6 +106,7 @@ class InfiniPipeModule(PipelineModule):
         pp, sp, dp = self.settings.parallel.resolve(world_size)
         self.layout = make_layout(self.spec, pp, sp, dp)
         self._has_own_layers = layers is not None
+        self.planner_settings = self._choose_planner_settings()
         specs = self._hf_specs() if layers is None else self._own_specs(layers)
         topology = ProcessTopology(axes=["replica", "pipe", "data"], dims=[dp, pp, sp])
         # the base class prints its partition
@@ -150,12 +151,29 @@ class InfiniPipeModule(PipelineModule):
         use_kernels(self.hf_config, kernels)
         return kernels
 
-    @property
-    def planner_settings(self) -> PlannerSettings:
+    def _whole_backwards(self) -> str | None:
+        """What keeps layers from leaving their weights' gradients for later, None if nothing."""
+        model = self.settings.model
+        if self._has_own_layers:
+            return "the layers are the caller's own"
+        if model.fp8 != "off":
+            return f"infinipipe.model.fp8 is {model.fp8!r}"
+        return "infinipipe.model.compile is true" if model.compile else None
+
+    def _choose_planner_settings(self) -> PlannerSettings:
         """The planner's settings; only our own projections can leave their weights for later."""
-        planner, model = self.settings.planner, self.settings.model
-        if model.fp8 == "off" and not model.compile and not self._has_own_layers:
+        planner, reason = self.settings.planner, self._whole_backwards()
+        if reason is None or planner.split_backward == "never":
             return planner
+        if dist.get_rank() == 0 and planner.mode == "lean" and self.layout.pp > 1:
+            is_explicit = "split_backward" in planner.model_fields_set
+            logger.log(
+                logging.WARNING if is_explicit else logging.INFO,
+                "%s, so no plan splits backwards, though infinipipe.planner.split_backward is %r%s",
+                reason,
+                planner.split_backward,
+                ': set it to "never", or change the former' if is_explicit else "",
+            )
         return planner.model_copy(update={"split_backward": "never"})
 
     @property

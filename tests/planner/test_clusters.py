@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,12 @@ def test_wide_groups_are_dearer_than_those_inside_a_node() -> None:
     across = CostModel(model, cluster, make_layout(model, 2, 16)).coefficients
     assert across.all2all_s > 5 * inside.all2all_s
     assert across.gather_s > inside.gather_s
+
+
+def test_the_page_on_clusters_has_every_field_and_an_example_that_loads(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z0-9_]+)`", page.split("| field |")[1]))
+    assert {field.name for field in fields(ClusterSpec)} <= named
+    file = tmp_path / "cluster.json"
+    file.write_text(page.split("```json")[1].split("```")[0], encoding="utf-8")
+    assert load_cluster(str(file)).num_nodes == 6

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import checkpoint_cases
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import ds_infinipipe
+from ds_infinipipe.cli import main
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import chunk_attention
 from ds_infinipipe.model.protocol import Decoder, Embedding, Head, OwnLayers
@@ -50,14 +55,15 @@ class _Block(Decoder):
     def forward(self, x: Tensor, context: Any) -> Tensor:
         heads = self.qkv(self.attention_norm(x))[0].unflatten(-1, (-1, self.dim))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = (self._turn(t, *context.cos_sin) for t in (q, k))
+        q, k = (_turn(t, *context.cos_sin) for t in (q, k))
         mixed = self.attend(q, k, v, context, self.layer_index, self.dim**-0.5)
         x = x + self.out(mixed.flatten(1))[None]
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
-    def _turn(self, t_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        low, high = t_THD.chunk(2, dim=-1)
-        return t_THD * cos[0][:, None] + torch.cat((-high, low), dim=-1) * sin[0][:, None]
+
+def _turn(t_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = t_THD.chunk(2, dim=-1)
+    return t_THD * cos[0][:, None] + torch.cat((-high, low), dim=-1) * sin[0][:, None]
 
 
 class _Scores(Head):
@@ -134,10 +140,12 @@ def _reference(engine: InfiniPipeEngine, batch: StepBatch) -> tuple[float, dict[
     return total, {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-def _own(case: Case) -> InfiniPipeEngine:
+_LAYERS = OwnLayers(_Words, _Block, _Scores)
+
+
+def _own(case: Case, layers: OwnLayers = _LAYERS) -> InfiniPipeEngine:
     checkpoint_cases.quiet()
     config = selftest.make_config(case)
-    layers = OwnLayers(_Words, _Block, _Scores)
     module = ds_infinipipe.InfiniPipeModule(config, dtype=case.dtype, layers=layers)
     return ds_infinipipe.initialize(model=module, config=config)[0]
 
@@ -233,3 +241,141 @@ def test_a_layer_that_breaks_the_protocol_is_named(kind: str, layer: Any, expect
         layers.make_embedding(config)
         layers.make_decoder(config, 1)
         layers.make_head(config)
+
+
+_BLOCK_NAMES = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+class _LlamaWords(Embedding):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        return self.table(ids_T)[None]
+
+    def hf_name(self, parameter: str) -> str:
+        return "model.embed_tokens.weight"
+
+
+class _LlamaBlock(Decoder):
+    """Llama's layer, written by hand under names of its own."""
+
+    def __init__(self, config: Any, layer_index: int) -> None:
+        super().__init__(layer_index)
+        width, inner, self.dim = config.hidden_size, config.intermediate_size, config.head_dim
+        norms = [nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2)]
+        self.attention_norm, self.mlp_norm = norms
+        self.q = nn.Linear(width, config.num_attention_heads * self.dim, bias=False)
+        self.k = nn.Linear(width, config.num_key_value_heads * self.dim, bias=False)
+        self.v = nn.Linear(width, config.num_key_value_heads * self.dim, bias=False)
+        self.out = nn.Linear(config.num_attention_heads * self.dim, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        normed = self.attention_norm(x)
+        q, k, v = (p(normed)[0].unflatten(-1, (-1, self.dim)) for p in (self.q, self.k, self.v))
+        q, k = (_turn(t, *context.cos_sin) for t in (q, k))
+        mixed = chunk_attention(q, k, v, context, self.layer_index, self.dim**-0.5)
+        x = x + self.out(mixed.flatten(1))[None]
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def hf_name(self, parameter: str) -> str:
+        module, kind = parameter.rsplit(".", 1)
+        return f"model.layers.{self.layer_index}.{_BLOCK_NAMES[module]}.{kind}"
+
+
+class _LlamaScores(_Scores):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def hf_name(self, parameter: str) -> str:
+        return {"norm.weight": "model.norm.weight", "scores.weight": "lm_head.weight"}[parameter]
+
+
+def _train_and_save(rank: int, case: Case, layers: OwnLayers, folder: str) -> float:
+    """The loss of one document after two steps, whose checkpoint is in `folder`."""
+    engine = _own(case, layers)
+    for step in range(2):
+        batch = selftest.random_batch(case, step)
+        engine.train_plan(selftest.draw_plan(engine, case, batch, step), batch)
+    loss = float(engine.eval_batch(iter([[{"input_ids": _IDS}]])))
+    engine.save_checkpoint(folder)
+    engine.close()
+    return loss
+
+
+_IDS = np.arange(40) % 97
+_SAVED = Case("llama", 2, 1, num_layers=2, tied=False)
+
+
+@pytest.mark.ranks
+def test_own_layers_with_transformers_names_are_exported_and_others_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs, out = tmp_path / "ours", tmp_path / "theirs", tmp_path / "out"
+    layers = OwnLayers(_LlamaWords, _LlamaBlock, _LlamaScores)
+    losses = run_ranks(_train_and_save, 2, _SAVED, layers, str(theirs), timeout=120.0)
+    assert main(["export-hf", str(theirs), str(out)]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.from_numpy(_IDS)[None]
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert losses == [pytest.approx(loss, abs=1e-5)] * 2
+
+    run_ranks(_train_and_save, 2, _SAVED, _LAYERS, str(ours), timeout=120.0)
+    capsys.readouterr()
+    assert main(["export-hf", str(ours), str(tmp_path / "not")]) == 2
+    said = capsys.readouterr().err
+    assert "embedding.table.weight is not in LlamaForCausalLM" in said and "hf_name" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ours", "out", "theirs"]
+
+
+def _whole_backwards(rank: int, planner: dict[str, Any], own: bool) -> tuple[str, list[Any]]:
+    """The setting the plans are made with, and what was logged about it."""
+    records: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = lambda r: records.append((r.levelname, r.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_infinipipe.runtime.module")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    config = selftest.make_config(_SAVED)
+    config["infinipipe"]["planner"] = {"mode": "lean", **planner}
+    module = ds_infinipipe.InfiniPipeModule(config, layers=_LAYERS if own else None)
+    about = [r for r in records if "split" in r[1]]
+    return module.planner_settings.split_backward, about
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("planner", "own", "setting", "level"),
+    [
+        ({}, True, "never", "INFO"),
+        ({"split_backward": "auto"}, True, "never", "WARNING"),
+        ({"split_backward": "never"}, True, "never", None),
+        ({"split_backward": "auto"}, False, "auto", None),
+    ],
+)
+def test_layers_whose_backward_stays_whole_are_told_once(
+    planner: dict[str, Any], own: bool, setting: str, level: str | None
+) -> None:
+    first, other = run_ranks(_whole_backwards, 2, planner, own, timeout=60.0)
+    assert (first[0], other) == (setting, (setting, []))
+    assert [found for found, _ in first[1]] == ([] if level is None else [level])
+    if level is not None:
+        (text,) = [said for _, said in first[1]]
+        assert text.startswith("the layers are the caller's own, so no plan splits backwards")
+        assert "infinipipe.planner.split_backward is 'auto'" in text

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ds_infinipipe.errors import CheckpointError, ConfigError
+from ds_infinipipe.model.hf import load_hf_config
 from ds_infinipipe.runtime.checkpoint.folder import find_checkpoint, sync_folder
 from ds_infinipipe.runtime.checkpoint.load import PieceReader, check_files
-from ds_infinipipe.runtime.checkpoint.manifest import WEIGHT, Manifest, read_manifest
+from ds_infinipipe.runtime.checkpoint.manifest import (
+    WEIGHT,
+    Manifest,
+    listed,
+    read_manifest,
+)
 from ds_infinipipe.runtime.checkpoint.tensor_file import TensorHeader, write_durably, write_tensors
 
 __all__ = ["ExportReport", "export_hf"]
@@ -46,13 +53,15 @@ def export_hf(
 
     `checkpoint` is a checkpoint or a folder of some, of which `tag` or the latest is taken. `dtype`
     is torch's name; the default is the one trained with. `out` appears when it is complete, and
-    must not exist before. Raises ConfigError and CheckpointError.
+    must not exist before. Raises ConfigError and CheckpointError, also where transformers' model
+    has other parameters, as with layers of one's own whose `hf_name` does not give its names.
     """
     out = Path(out)
     if out.exists():
         raise ConfigError(f"{out} exists already: give a new folder")
     folder = find_checkpoint(Path(checkpoint), tag)
     manifest = read_manifest(folder)
+    _check_parameters(manifest, folder)
     check_files(folder, manifest, verify=verify)
     chosen = _dtype(dtype or manifest.dtype)
     hidden = out.with_name(f".exporting-{out.name}")
@@ -67,6 +76,27 @@ def export_hf(
         shutil.rmtree(hidden, ignore_errors=True)
         raise CheckpointError(f"{out} cannot be written: {error}") from error
     return ExportReport(out, manifest.global_steps, len(manifest.shapes), *report)
+
+
+def _check_parameters(manifest: Manifest, folder: Path) -> None:
+    """Raise CheckpointError unless transformers' model has just these parameters."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_hf_config(manifest.model))
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    saved = manifest.shapes
+    problems = [f"{name} is not in {type(model).__name__}" for name in saved if name not in wanted]
+    problems += [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
+    problems += [
+        f"{name} has shape {saved[name]}, in {type(model).__name__} {wanted[name]}"
+        for name in wanted
+        if name in saved and saved[name] != wanted[name]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder} cannot be exported, transformers would not load {len(problems)} of its "
+            f"parameters: {listed(problems)}. Layers of your own can be exported if their hf_name "
+            "gives every parameter the name and shape that transformers' model has"
+        )
 
 
 def _dtype(name: str) -> torch.dtype:
