@@ -15,8 +15,11 @@ from ranks import run_ranks
 
 from ds_infinipipe.cli import main
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.ops.kv_arena import SequenceArena
 from ds_infinipipe.planner.clusters import load_cluster
 from ds_infinipipe.planner.link_fit import Link, fit_links
+from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.profiling.layer import _Bench
 from ds_infinipipe.profiling.links import NodeShape, profile_links
 
 CONFIG = {
@@ -136,3 +139,21 @@ def test_bad_input_is_named_before_anything_is_measured(
     given = ["calibrate", "--model", model, "-o", str(tmp_path / "c.json"), *changed]
     assert main(given) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_backward_of_an_earlier_slice_adds_to_what_later_ones_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added: list[int] = []
+    add = SequenceArena._add
+
+    def counted(total: torch.Tensor, grad: torch.Tensor, start: int) -> torch.Tensor:
+        added.append(len(grad))
+        return add(total, grad, start)
+
+    monkeypatch.setattr(SequenceArena, "_add", staticmethod(counted))
+    bench = _Bench.build(CONFIG, torch.device("cpu"), torch.float32, "auto", "auto")
+    assert min(bench.measure(Chunk((Slice(0, 32, 16, False),)))) > 0
+    assert added == [48, 48]  # keys and values of all rows up to the slice's end
+    bench.measure(Chunk((Slice(0, 32, 16, True),)))
+    assert added == [48, 48]

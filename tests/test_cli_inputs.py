@@ -159,3 +159,16 @@ def test_predictions_know_the_older_name_of_bf16() -> None:
 def test_predictions_check_the_other_settings_too() -> None:
     with pytest.raises(ConfigError, match="gradient_clipping is -1"):
         predict_point(settings(gradient_clipping=-1), "github-b:4", 1)
+
+
+def test_predictions_split_no_backward_that_training_does_not() -> None:
+    config = {**settings(bf16={"enabled": True}), "train_batch_size": 8}
+    section = config["infinipipe"]
+    section["parallel"] = {"pp": 4, "sp": 1}
+    split = predict_point(config, "github-b:8", 1)
+    section["planner"] = {**section.get("planner", {}), "split_backward": "never"}
+    whole = predict_point(config, "github-b:8", 1)
+    assert split["step_time_s"] < whole["step_time_s"]
+    del section["planner"]["split_backward"]
+    section["model"]["fp8"] = "row"
+    assert predict_point(config, "github-b:8", 1) == whole

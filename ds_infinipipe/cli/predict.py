@@ -69,7 +69,9 @@ def _make_sampler(
     sp = section.parallel.sp
     if sp == "auto":
         raise ConfigError('infinipipe.parallel.sp is "auto"; a prediction needs a number')
-    data = section.data
+    planner, data = section.planner, section.data
+    if section.model.fp8 != "off" or section.model.compile:
+        planner = planner.model_copy(update={"split_backward": "never"})  # as training does
     lengths: NDArray[np.int64]
     if source == "corpus":
         lengths = DocumentDataset.from_settings(data, model.vocab_size).lengths
@@ -82,7 +84,7 @@ def _make_sampler(
         model=model,
         cluster=section.load_cluster(),
         layout=make_layout(model, section.parallel.pp, sp, section.parallel.dp),
-        settings=section.planner,
+        settings=planner,
         zero_stage=int(config.get("zero_optimization", {}).get("stage", 0)),
         seed=data.seed,
         shuffle=data.shuffle,

@@ -54,7 +54,8 @@ class PlannerSettings(BaseModel):
 
     split_backward: Literal["auto", "never"] = "auto"
     """"auto": in lean mode with pp above 1 a backward may be two instructions, first the gradient
-    of the chunk's input, later those of the weights, where that shortens the step; "never": no."""
+    of the chunk's input, later those of the weights, where that shortens the step; "never": no.
+    In FP8, compiled and one's own layers a backward is one instruction in any case."""
 
     relative_gap: float = Field(default=0.02, ge=0.0, lt=1.0)
     """CP-SAT stops within this fraction of its bound."""
