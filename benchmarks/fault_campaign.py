@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "runtime")]
 from checkpoint_cases import build, snapshot, train  # noqa: E402
 from oom_cases import Fault, end_with_fault, train_with_faults  # noqa: E402
 from ranks import RankFailure, run_ranks  # noqa: E402
+from restart_cases import STEPS, Kill, Step, train_through  # noqa: E402
 from test_checkpoint import CASE  # noqa: E402
 from test_failures import _run_casualty  # noqa: E402
 from test_planning import _plan_with  # noqa: E402
@@ -52,6 +54,16 @@ OOM_FAULTS = (
     Fault((2,), "reduce", nth=2, times=2),
     Fault((0,), "input gradients"),
     Fault((3,), "weight gradients"),
+)
+KILLS = (
+    Kill(0, 4, "F"),
+    Kill(1, 4, "RECV_F"),
+    Kill(1, 3, "SEND_B"),
+    Kill(0, 5, "STEP"),
+    Kill(0, 4, writes=1),
+    Kill(1, 4, writes=2),
+    Kill(1, 2, writes=1),
+    Kill(0, 5, "F", runs_out=True),
 )
 RESULT = Path(__file__).parent / "results" / "fault_campaign.json"
 LIMIT_S = 120.0
@@ -138,6 +150,10 @@ def _faults() -> Iterator[tuple[str, str, Callable[[Path], None]]]:
         for writes in (1, 2, 3):
             yield "saving", f"rank {rank} killed at write {writes}", _killed_saving(rank, writes)
         yield "saving", f"disk full on rank {rank}", _disk_full(rank)
+    for asynchronous in (False, True):
+        for kill in KILLS:
+            beside = ", saving beside training" if asynchronous else ""
+            yield "restart", f"{kill}{beside}", _restarted(kill, asynchronous)
     for name, fields in OOM_CASES.items():
         for fault in OOM_FAULTS:
             ranks = ", ".join(map(str, fault.ranks))
@@ -180,6 +196,26 @@ def _fatal(fault: Fault, recovery: dict[str, Any]) -> Callable[[Path], None]:
     def run(_: Path) -> None:
         messages = run_ranks(end_with_fault, 4, Case(seed=6), fault, recovery, timeout=110.0)
         _expect(all(m.startswith("OutOfMemoryError") for m in messages))
+
+    return run
+
+
+@functools.cache
+def _uninterrupted() -> list[Step]:
+    with tempfile.TemporaryDirectory() as folder:
+        return train_through(None, Path(folder), asynchronous=False)
+
+
+def _restarted(kill: Kill, asynchronous: bool) -> Callable[[Path], None]:
+    """Started again, the run trains on the same sequences, bit for bit as without the fault."""
+
+    def run(folder: Path) -> None:
+        found, wanted = train_through(kill, folder, asynchronous=asynchronous), _uninterrupted()
+        _expect([s.sequences for s in found] == [s.sequences for s in wanted])
+        _expect(len(wanted) == STEPS)
+        # a step planned anew adds up in another order
+        limit = 1e-5 if kill.runs_out else 0.0
+        _expect(all(abs(f.loss - w.loss) <= limit for f, w in zip(found, wanted, strict=True)))
 
     return run
 

@@ -1,0 +1,142 @@
+"""Runs that are killed at some point and started again from what they had saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checkpoint_cases import build
+from oom_cases import Fault, inject
+from ranks import RankFailure, run_ranks
+
+from ds_infinipipe.errors import InfiniPipeError
+from ds_infinipipe.planner.types import Op
+from ds_infinipipe.runtime.checkpoint import tensor_file
+from ds_infinipipe.runtime.checkpoint.routine import CheckpointRoutine
+from ds_infinipipe.runtime.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.selftest import Case
+
+STEPS = 7
+_NUM_SEQUENCES = 8
+_CASE = Case("llama", 2, 1, num_layers=2, num_heads=2, num_sequences=3, max_tokens=30)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank ends itself at an instruction of a step, or after so many writes of one's saving.
+
+    `runs_out` has a rank run out of memory in the step before.
+    """
+
+    rank: int
+    step: int
+    op: str = ""
+    writes: int = 0
+    runs_out: bool = False
+
+    def __str__(self) -> str:
+        place = f"at {self.op}" if self.op else f"at write {self.writes} of saving"
+        before = ", after one out of memory" if self.runs_out else ""
+        return f"rank {self.rank} killed {place}, step {self.step}{before}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step trained on and what came out, the same on every rank."""
+
+    step: int
+    sequences: tuple[int, ...]
+    loss: float
+
+
+class _Numbered:
+    """Sequences whose first token is their number."""
+
+    def __init__(self, vocab_size: int) -> None:
+        rng = np.random.default_rng(5)
+        lengths = rng.integers(4, 30, _NUM_SEQUENCES)
+        self._items = [rng.integers(0, vocab_size, size=int(n)) for n in lengths]
+        for number, ids in enumerate(self._items):
+            ids[0] = number
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._items[index]}
+
+
+def _run(rank: int, folder: str, asynchronous: bool, kill: Kill | None) -> None:
+    """Train up to STEPS, saving every other one; each step that ends is a line in a file."""
+    saving = {"save_dir": folder, "every_steps": 2, "asynchronous": asynchronous}
+    section = {"checkpoint": saving, "planning": {"asynchronous": True, "deadline_s": 60.0}}
+    section["recovery"] = {"enabled": True, "reduction": 0.99}
+    engine = build(_CASE, _Numbered(_CASE.vocab_size), section)
+    routine = CheckpointRoutine(engine)
+    routine.resume(STEPS)
+    if kill is not None and rank == kill.rank:
+        _prepare(engine, kill)
+    with open(f"{folder}-rank{rank}", "a", encoding="utf-8") as file:
+        while engine.global_steps < STEPS:
+            step = engine.global_steps + 1
+            runs_out = kill is not None and kill.runs_out and step == kill.step - 1
+            if runs_out:
+                inject(engine, Fault((1,), "backward"))
+            loss = float(engine.train_batch())
+            assert engine.recovery.repeats == runs_out
+            ids = tuple(int(ids[0]) for ids in engine._whole_batch.ids)
+            print(json.dumps([step, ids, loss]), file=file, flush=True)
+            routine.after_step()
+        routine.at_end()
+    engine.close()
+
+
+def _prepare(engine: InfiniPipeEngine, kill: Kill) -> None:
+    enter, write, writes = engine.enter, tensor_file._write_all, [0]
+
+    def enter_or_die(instruction: Any, position: int) -> Any:
+        if engine.global_steps + 1 == kill.step and instruction.op is Op(kill.op):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return enter(instruction, position)
+
+    def write_and_die(file: Any, content: memoryview) -> None:
+        write(file, content)
+        if engine.global_steps >= kill.step:
+            writes[0] += 1
+            if writes[0] == kill.writes:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if kill.op:
+        engine.enter = enter_or_die  # type: ignore[method-assign]
+    else:
+        tensor_file._write_all = write_and_die
+
+
+def train_through(kill: Kill | None, folder: Path, *, asynchronous: bool) -> list[Step]:
+    """The steps that the weights at the end have seen, in their order."""
+    saved = folder / "saved"
+    if kill is not None:
+        # the casualty, or what its peer met
+        with contextlib.suppress(RankFailure, InfiniPipeError, RuntimeError):
+            run_ranks(_run, 2, str(saved), asynchronous, kill, timeout=100.0, grace_s=10.0)
+        assert len(_read(folder / f"saved-rank{kill.rank}")) < STEPS, "the rank was not killed"
+    run_ranks(_run, 2, str(saved), asynchronous, None, timeout=100.0)
+    by_rank = [_read(folder / f"saved-rank{rank}") for rank in range(2)]
+    assert by_rank[0] == by_rank[1]
+    return by_rank[0]
+
+
+def _read(file: Path) -> list[Step]:
+    """A step that was trained again takes the place of those from it on."""
+    steps: list[Step] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        number, ids, loss = json.loads(line)
+        steps = [*steps[: number - 1], Step(number, tuple(ids), loss)]
+        assert len(steps) == number, "a step is missing"
+    return steps
