@@ -163,7 +163,7 @@ def _faults() -> Iterator[tuple[str, str, Callable[[Path], None]]]:
 
 
 def _casualty(rank: int, op: str, sign: int) -> Callable[[Path], None]:
-    return lambda folder: _expect(len(_run_casualty(rank, op, sign, folder)) == 3)
+    return lambda folder: _expect(len(_run_casualty(rank, op, sign, folder, timeout=60.0)) == 3)
 
 
 def _out_of_memory(fields: dict[str, Any], fault: Fault) -> Callable[[Path], None]:

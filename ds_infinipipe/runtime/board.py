@@ -1,8 +1,13 @@
-"""Keys in the rendezvous store, for when collectives no longer work."""
+"""Keys in the rendezvous store, for when collectives no longer work.
+
+The store is served by one of the ranks, and most calls of its client have no timeout: where that
+rank's process is frozen they would wait for ever. So they run in a thread that can be left behind.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -18,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+_ANSWER_S = 10.0
+
 
 def connect_to_store(timeout_s: float) -> torch_dist.Store:
     """A client of its own: the default one may be inside a blocking call of another thread."""
@@ -29,25 +36,40 @@ def connect_to_store(timeout_s: float) -> torch_dist.Store:
 class Board:
     """A part of the store, by prefix, with questions that may find the store gone."""
 
-    def __init__(self, prefix: str, store: torch_dist.Store) -> None:
-        self.store = torch_dist.PrefixStore(prefix, store)
-        self._port = getattr(self.store._underlying_non_prefix_store, "port", None)
+    def __init__(self, prefix: str, timeout_s: float) -> None:
+        """`timeout_s` bounds the wait for an answer, which is never longer than 10 s."""
+        self._timeout_s = min(timeout_s, _ANSWER_S)
+        self._store = torch_dist.PrefixStore(prefix, connect_to_store(timeout_s))
+        self._port = getattr(self._store._underlying_non_prefix_store, "port", None)
+        self._has_answered = True
 
     def is_there(self) -> bool:
-        """False once the process that serves the store has gone."""
+        """False once the process that serves the store has gone, or has not answered in time."""
+        if not self._has_answered:
+            return False
         ours = [s for s in connected_sockets() if s.ports[1] == self._port]
         return all(connection.is_open() for connection in ours)
 
-    def ask(self, question: Callable[[torch_dist.Store], Answer]) -> Answer | None:
-        """None where the store has gone."""
+    def ask(
+        self, question: Callable[[torch_dist.Store], Answer], timeout_s: float | None = None
+    ) -> Answer | None:
+        """None where the store has gone, or does not answer in time."""
         # asking would print a trace
         if not self.is_there():
             return None
-        try:
-            return question(self.store)
-        except RuntimeError as error:
-            logger.debug("the store is gone: %s", transport_reason(error))
-            return None
+        answers: list[Answer] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question(self._store))
+            except RuntimeError as error:
+                logger.debug("the store is gone: %s", transport_reason(error))
+
+        thread = threading.Thread(target=ask, name="store", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s if timeout_s is None else timeout_s)
+        self._has_answered = bool(answers)
+        return answers[0] if answers else None
 
     def read(self, key: str) -> str | None:
         """The text under a key; None where there is none, or no store."""

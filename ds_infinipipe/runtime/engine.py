@@ -376,7 +376,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
 
         What does not fit in it may take `at_most_bytes`, or the configured limit.
         """
-        self.planning_task = self._plans.tighten(limit_bytes)
+        self._plans.tighten(limit_bytes)
         return self._plans.plan_for(lengths, aside=True, at_most_bytes=at_most_bytes)[0]
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from ds_infinipipe.model.weights import check_weights, init_parameter, load_weig
 from ds_infinipipe.planner.settings import PlannerSettings
 from ds_infinipipe.planner.specs import make_layout
 from ds_infinipipe.runtime.agree import check_same_config, raise_together, refusing
-from ds_infinipipe.runtime.board import Board, connect_to_store
+from ds_infinipipe.runtime.board import Board
 from ds_infinipipe.runtime.faults import naming_peer_failures
 from ds_infinipipe.runtime.grid import InfiniPipeGrid, adopt_grid
 from ds_infinipipe.runtime.last_words import LastWords
@@ -65,7 +65,7 @@ def init_distributed(timeout_s: float) -> None:
             timeout=timedelta(seconds=timeout_s), verbose=False, init_method=JOINING_METHOD
         )
     if dist.get_world_size() > 1:
-        notes = Board("infinipipe/end", connect_to_store(timeout_s))
+        notes = Board("infinipipe/end", timeout_s)
         sys.excepthook = LastWords(notes, dist.get_rank(), dist.get_world_size(), cut_connections)
 
 

@@ -254,7 +254,8 @@ class PlanService:
         self, lengths: tuple[int, ...], aside: bool, at_most_bytes: int | None
     ) -> tuple[Plan, PlanningReport]:
         if not lengths:
-            return self._task.idle(), PlanningReport(0.0, 0.0)
+            # it has nothing that a smaller limit could save
+            return self._configured.idle(), PlanningReport(0.0, 0.0)
         payload = self._solve(lengths, aside, at_most_bytes) if self._is_solver else None
         answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
@@ -267,7 +268,7 @@ class PlanService:
         )
         return plan, report
 
-    def tighten(self, limit_bytes: int) -> PlanningTask:
+    def tighten(self, limit_bytes: int) -> None:
         """Plan within a smaller limit from now on; what is solved ahead is started again."""
         if limit_bytes < self._task.limit_bytes:
             self._task = self._task.within(limit_bytes)
@@ -275,7 +276,6 @@ class PlanService:
             if self._worker is not None and pending is not None:
                 self._worker.stop()
                 self.submit(pending)
-        return self._task
 
     def close(self) -> None:
         """End the worker."""

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import PeerTimeoutError
 from ds_infinipipe.runtime.board import Board, connect_to_store
-from ds_infinipipe.runtime.faults import naming_peer_failures, transport_reason
+from ds_infinipipe.runtime.faults import transport_reason
 
 __all__ = ["SideChannel"]
 
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _MEETING_POLL_S = 0.02
 _LINGER_S = 5.0
+_CLOSE_S = 2.0
+
+Answer = TypeVar("Answer")
 
 
 class SideChannel:
@@ -42,8 +46,8 @@ class SideChannel:
         store = connect_to_store(timeout_s)
         # every rank builds its engines in one order
         number = store.add(f"infinipipe/engines/{self._rank}", 1)
-        self._board = Board(f"infinipipe/{number}/", store)
-        self.store = self._board.store
+        self.store = torch_dist.PrefixStore(f"infinipipe/{number}/", store)
+        self._board = Board(f"infinipipe/{number}/", timeout_s)
         self.round = 0
         self._attempts = 0
         self._heard: tuple[int, str] | None = None
@@ -90,14 +94,23 @@ class SideChannel:
         return self._meet(mine, self._timeout_s)
 
     def _meet(self, mine: str, timeout_s: float) -> list[str]:
-        with naming_peer_failures("meeting the other ranks after one ran out of memory"):
-            self.store.set(self._key(f"arrived/{self._rank}"), mine)
-            keys = [self._key(f"arrived/{rank}") for rank in range(self._world_size)]
-            deadline = time.monotonic() + timeout_s
-            while not self.store.check(keys):
-                self._check_meeting(keys, deadline, timeout_s)
-                time.sleep(_MEETING_POLL_S)
-            return [self.store.get(key).decode() for key in keys]
+        key, keys = self._key("arrived"), range(self._world_size)
+        self._ask(lambda store: store.set(f"{key}/{self._rank}", mine))
+        deadline = time.monotonic() + timeout_s
+        while not self._ask(lambda store: store.check([f"{key}/{rank}" for rank in keys])):
+            self._check_meeting(key, deadline, timeout_s)
+            time.sleep(_MEETING_POLL_S)
+        return self._ask(lambda store: [store.get(f"{key}/{rank}").decode() for rank in keys])
+
+    def _ask(self, question: Callable[[torch_dist.Store], Answer]) -> Answer:
+        answer = self._board.ask(lambda store: (question(store),), self._timeout_s)
+        if answer is None:
+            raise PeerTimeoutError(
+                "meeting the other ranks after one ran out of memory failed: the rank that serves "
+                "the rendezvous store, most often rank 0, ended or does not answer; look at the "
+                "first rank that failed"
+            )
+        return answer[0]
 
     def next_round(self) -> None:
         """Forget this round's announcement."""
@@ -111,17 +124,18 @@ class SideChannel:
         """End the thread."""
         self._closed.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
-    def _check_meeting(self, keys: list[str], deadline: float, timeout_s: float) -> None:
-        failed = self._failure_key
-        if self.store.check([failed]):
+    def _check_meeting(self, key: str, deadline: float, timeout_s: float) -> None:
+        failed = self.failed()
+        if failed is not None:
             raise PeerTimeoutError(
                 "the step cannot be repeated after running out of memory, as another rank failed: "
-                f"{self.store.get(failed).decode()}"
+                f"{failed}"
             )
         if time.monotonic() > deadline:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            ranks = range(self._world_size)
+            missing = self._ask(lambda s: [r for r in ranks if not s.check([f"{key}/{r}"])])
             reason = (
                 f"ranks {missing} did not come within {timeout_s:g} s to repeat a step that "
                 "ran out of memory"

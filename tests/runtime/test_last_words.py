@@ -8,13 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 
 from ds_infinipipe.errors import DataError, NonFiniteError, PeerTimeoutError
-from ds_infinipipe.runtime.board import Board, connect_to_store
+from ds_infinipipe.runtime.board import Board
 from ds_infinipipe.runtime.last_words import LastWords, refer
 
 pytestmark = pytest.mark.ranks
@@ -35,12 +36,11 @@ def _failures(rank: int) -> dict[str, BaseException | None]:
 
 def _print_failures(rank: int) -> dict[str, tuple[str, int]]:
     """What this rank prints in each scenario, and its exit code."""
-    store = connect_to_store(20.0)
     before, printed = sys.excepthook, {}
     for name, error in _failures(rank).items():
-        board = Board(name, store)
+        board = Board(name, 20.0)
         if name in ("one of them", "the first") and isinstance(error, PeerTimeoutError):
-            board.store.wait(["cause"])  # a connection breaks after that was written
+            _wait_for_cause(board)  # a connection breaks after that was written
         hook = LastWords(board, rank, 3, lambda: None)
         with contextlib.redirect_stderr(io.StringIO()) as stream:
             if error is not None:
@@ -81,11 +81,16 @@ def test_a_rank_that_refers_to_another_ends_with_its_exit_code() -> None:
     assert run_ranks(_exit_codes, 2, timeout=60.0) == [2, 2]
 
 
+def _wait_for_cause(board: Board) -> None:
+    while not board.read("cause"):
+        time.sleep(0.01)
+
+
 def _exit_codes(rank: int) -> int:
-    board = Board("codes", connect_to_store(20.0))
+    board = Board("codes", 20.0)
     error = DataError("a bad file") if rank == 0 else PeerTimeoutError("the connection closed")
     if rank == 1:
-        board.store.wait(["cause"])
+        _wait_for_cause(board)
     with contextlib.redirect_stderr(io.StringIO()):
         LastWords(board, rank, 2, lambda: None)(type(error), error, None)
     return error.exit_code
