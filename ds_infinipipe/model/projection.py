@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["EarlyGradient", "Projection", "WeightWork", "add_gradient"]
@@ -81,7 +80,8 @@ class _Project(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.projection = projection
-        return F.linear(x, weight, bias)
+        # DeepSpeed's ZeRO-3 replaces F.linear, to save the weight as is done here
+        return torch.ops.aten.linear(x, weight, bias)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(

@@ -115,3 +115,16 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     work[0].take()
     assert projection.weight.grad is None
     assert torch.equal(projection.bias.grad, torch.full((3,), 10.0))
+
+
+def test_a_projection_does_without_the_linear_that_deepspeed_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    projection, x = Projection(5, 3), torch.randn(2, 4, 5, requires_grad=True)
+    wanted = torch.nn.functional.linear(x, projection.weight, projection.bias)
+
+    def replaced(*_: object) -> None:
+        raise AssertionError("each call of DeepSpeed's reads a signature, for 40 microseconds")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", replaced)
+    assert torch.equal(projection(x), wanted)
