@@ -145,7 +145,7 @@ def _layer_lines(fit: LayerFit) -> Iterator[str]:
 def _link_lines(shape: NodeShape | None, links: dict[Link, LinkFit]) -> Iterator[str]:
     if shape is None:
         return
-    yield f"{shape.num_nodes} nodes of {shape.ranks_per_node} ranks"
+    yield f"nodes: {shape.num_nodes}, ranks in each: {shape.ranks_per_node}"
     for link, found in links.items():
         yield (
             f"{link.value:27s} {found.bytes_per_s / 1e9:8.3f} GB/s after "

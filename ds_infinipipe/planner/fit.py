@@ -51,7 +51,7 @@ class ProfileRow:
         context, pieces = chunk.context_len, [s.length for s in chunk.slices]
         name = f"{pieces[0]} over {context}" if context else "+".join(map(str, pieces))
         if not chunk.slices[0].is_tail:
-            name = f"{pieces[0]} over {context}, more behind"
+            name = f"{pieces[0]} over {context} (not last)"
         ((tokens,), (area,)) = chunk_sizes([chunk])
         return cls(name, int(tokens), int(area), forward_s, backward_s)
 

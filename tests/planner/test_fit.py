@@ -118,3 +118,11 @@ def test_a_term_that_did_not_show_is_refused() -> None:
             BUILTIN_MODELS["llama-7b"],
             load_cluster("a800-80g-1x8"),
         )
+
+
+def test_slices_with_more_of_their_sequence_behind_them_are_told_from_the_last() -> None:
+    names = [
+        ProfileRow.of(Chunk((Slice(0, start, 8, is_tail),)), 1.0, 2.0).name
+        for start, is_tail in ((0, True), (0, False), (16, False), (16, True))
+    ]
+    assert names == ["8", "8 over 0 (not last)", "8 over 16 (not last)", "8 over 16"]
