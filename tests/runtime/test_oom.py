@@ -112,6 +112,11 @@ def test_all_replicas_repeat_the_step_of_one() -> None:
     _check(_REPLICATED, faults, FLOAT32_LIMIT)
 
 
+def test_replicas_that_share_out_the_optimizers_states_repeat_a_step_together() -> None:
+    case = Case("llama", 1, 1, dp=2, seed=6, num_layers=2, max_tokens=90, shards_optimizer=True)
+    _check(case, [Fault((1,), "backward", nth=2), Fault((0,), "sum"), None], FLOAT32_LIMIT)
+
+
 def _batches(case: Case, lengths: tuple[int, ...], number: int) -> list[list[dict[str, Any]]]:
     rng = np.random.default_rng(case.seed)
     return [
