@@ -99,10 +99,10 @@ def main() -> int:
         if not wanted or kind in wanted:
             outcomes.append(_inject(kind, fault, run))
             print(f"{kind:12s} {fault:44s} {outcomes[-1].result}", flush=True)
+            _write(outcomes)
     counts = Counter("as documented" if o.result == "as documented" else "other" for o in outcomes)
     hangs = sum(o.result == "hang" for o in outcomes)
     print(f"{len(outcomes)} faults: {counts['as documented']} as documented, {hangs} hangs")
-    _write(outcomes)
     return 1 if counts["other"] else 0
 
 
