@@ -6,10 +6,12 @@ first run of a test session pays for the imports.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -78,9 +80,12 @@ def run_ranks(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that a system hands out, which another process may have taken by the time."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _collect(connections: list[Connection], deadline: float, timeout: float) -> list[Any]:
