@@ -64,6 +64,7 @@ def _make_sampler(
         section.model.load_spec(),
         dtype_bytes=_dtype_bytes(config),
         offloads_optimizer=offloads_optimizer(config),
+        joins_qkv=section.runtime.all_to_all == "fused",
         shards_optimizer_over_dp=section.parallel.shard_optimizer_over_dp,
     )
     sp = section.parallel.sp

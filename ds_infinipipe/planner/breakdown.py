@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_infinipipe.planner.costs import CostModel, chunk_sizes
+from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.types import Chunk, Instruction, Op, Plan
 
 __all__ = ["Breakdown", "break_down", "break_down_plan"]
@@ -29,7 +29,7 @@ def break_down(
     streams: Sequence[Sequence[Instruction]], chunks: Sequence[Chunk], cost: CostModel
 ) -> Breakdown:
     """Shares of the chunks' predicted times that are communication and recomputation."""
-    tokens, areas = chunk_sizes(chunks)
+    tokens, areas = cost.sizes(chunks)
     layer_s = cost.recompute_times(tokens, areas)
     split_s = cost.split_times(tokens, areas)
     recomputed = np.zeros(len(chunks))

@@ -29,16 +29,15 @@ class Thresholds:
 def slice_mesh(longest: int, k: int, cost: CostModel, unit: int = 1) -> tuple[int, ...]:
     """Ends of at most k slices of `longest` tokens with equal backward work.
 
-    Cut i solves a x^2 + b x = W i / k in closed form, W being the whole sequence's work, and is
-    rounded to the nearest multiple of `unit`; slices that vanish by that are left out. The last
-    end is `longest`, whatever the unit.
+    Cut i solves a A(x) + b x = W i / k in closed form, W being the whole sequence's work and A(x)
+    x^2 but for sliding windows, and is rounded to the nearest multiple of `unit`; slices that
+    vanish by that are left out. The last end is `longest`, whatever the unit.
     """
     a, b = cost.mesh_coefficients
-    work = a * longest * longest + b * longest
+    work = a * cost.area.before(longest) + b * longest
     ends: list[int] = []
     for i in range(1, k):
-        share = work * i / k
-        cut = 2 * share / (b + math.sqrt(b * b + 4 * a * share))
+        cut = cost.area.place(work * i / k, a, b)
         end = unit * math.floor(cut / unit + 0.5)
         if (ends[-1] if ends else 0) < end < longest:
             ends.append(end)
@@ -115,8 +114,8 @@ def thresholds(
 
 
 def _typical_tokens(short_lengths: Sequence[int], time_s: float, cost: CostModel) -> int:
-    """t*: most tokens t with T_tot(t, t * sum x^2 / sum x) <= time_s; 0 if none."""
-    area_per_token = sum(x * x for x in short_lengths) / sum(short_lengths)
+    """t*: most tokens t with T_tot(t, t * sum A(x) / sum x) <= time_s; 0 if none."""
+    area_per_token = sum(map(cost.area.before, short_lengths)) / sum(short_lengths)
     high = 1
     while cost.total_time(high, high * area_per_token) <= time_s:
         high *= 2
@@ -142,7 +141,10 @@ class _Buckets:
         self._max_tokens = bounds.tokens
         spare = [0] * num_short
         self._tokens = np.array([t.length for t in tails] + spare, dtype=np.float64)
-        self._areas = np.array([t.end**2 - t.start**2 for t in tails] + spare, dtype=np.float64)
+        area = cost.area.before
+        self._areas = np.array(
+            [area(t.end) - area(t.start) for t in tails] + spare, dtype=np.float64
+        )
         self._density = np.full(len(self._tokens), np.inf)
         num_tails = len(tails)
         times = cost.total_times(self._tokens[:num_tails], self._areas[:num_tails])
@@ -163,7 +165,7 @@ class _Buckets:
             self.contents.append([])
             self._add(size, piece)
             return
-        times = self._cost.total_times(tokens, self._areas[:size] + length**2)
+        times = self._cost.total_times(tokens, self._areas[:size] + self._cost.area.before(length))
         fits = has_room & (times <= self._time_s * _TIME_SLACK)
         if not fits.any():
             self._time_s = float(times[has_room].min())
@@ -174,7 +176,7 @@ class _Buckets:
     def _add(self, bucket: int, piece: Slice) -> None:
         self.contents[bucket].append(piece)
         self._tokens[bucket] += piece.length
-        self._areas[bucket] += piece.length**2
+        self._areas[bucket] += self._cost.area.before(piece.length)
         time_s = self._cost.total_time(self._tokens[bucket], self._areas[bucket])
         self._density[bucket] = time_s / self._tokens[bucket]
 

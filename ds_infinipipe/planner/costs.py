@@ -1,7 +1,7 @@
 """Time of chunks: the analytic cost model (Eq. 1-4 and 11, corrected).
 
 Times are seconds on one rank of a stage; `tokens` counts all tokens of a chunk, over all sp ranks,
-and `area` is the quadratic term of Eq. 1, (C + s0)^2 - C^2 + sum of s^2.
+and `area` is the quadratic term of Eq. 1, (C + s0)^2 - C^2 + sum of s^2; see attention_area.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.attention_area import AttentionArea, chunk_sizes
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.links import all2all_s, gather_s, p2p_token_s
 from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
@@ -22,15 +23,13 @@ __all__ = [
     "ChunkCosts",
     "CostCoefficients",
     "CostModel",
+    "all2alls_per_pass",
     "analytic_coefficients",
     "attention_backward_flops",
-    "chunk_sizes",
 ]
 
 Floats = NDArray[np.float64]
 
-# q, k, v, output, and four in backward; where the runtime joins q, k and v, an upper bound
-_ALL2ALLS_PER_LAYER = 4
 _ATTENTION_BACKWARD_FLOPS = 2.5  # times the forward's: flash attention recomputes the scores
 _WEIGHT_OVERHEAD = 0.5  # of a forward's fixed cost: seven kernels and sums of about thirty
 
@@ -48,7 +47,7 @@ class CostCoefficients:
     """alpha_1 / d_s: per unit of area."""
     attention_backward_s: float
     all2all_s: float
-    """Per token, all four all-to-alls of one pass."""
+    """Per token, all all-to-alls of one pass."""
     overhead_forward_s: float
     """beta_1: per chunk."""
     overhead_backward_s: float
@@ -85,6 +84,13 @@ def attention_backward_flops(forward_flops: float) -> float:
     return _ATTENTION_BACKWARD_FLOPS * forward_flops
 
 
+def all2alls_per_pass(model: ModelSpec, sp: int) -> int:
+    """All-to-alls of one forward, or one backward, of a layer: of q, k and v, and of the output."""
+    if sp == 1:
+        return 0
+    return 2 if model.joins_qkv else 4
+
+
 def analytic_coefficients(
     model: ModelSpec, cluster: ClusterSpec, layout: Layout, zero_stage: int = 3
 ) -> CostCoefficients:
@@ -108,7 +114,7 @@ def analytic_coefficients(
         all2all_s=all2all_s(all2all_bytes, sp, cluster),
         overhead_forward_s=cluster.layer_overhead_forward_s,
         overhead_backward_s=cluster.layer_overhead_backward_s,
-        latency_s=_ALL2ALLS_PER_LAYER * cluster.collective_latency_s if sp > 1 else 0.0,
+        latency_s=all2alls_per_pass(model, sp) * cluster.collective_latency_s,
         gather_s=gather_s(layer_bytes, sp, cluster) if zero_stage == 3 else 0.0,
         gather_overlap=cluster.zero_overlap,
         logits_s=2 * model.embedding_params / linear_rate,
@@ -138,6 +144,7 @@ class CostModel:
                 f"ZeRO stage {zero_stage} is not supported inside a stage: use 0 or 3"
             )
         self.layout = layout
+        self.area = AttentionArea.of(model)
         self.coefficients = coefficients or analytic_coefficients(
             model, cluster, layout, zero_stage
         )
@@ -159,7 +166,7 @@ class CostModel:
 
     @property
     def mesh_coefficients(self) -> tuple[float, float]:
-        """(a, b) of one layer's backward work a x^2 + b x, which the slice mesh balances."""
+        """(a, b) of one layer's backward work a A(x) + b x, which the slice mesh balances."""
         c = self.coefficients
         return c.attention_backward_s, 2 * c.linear_s + c.all2all_s
 
@@ -188,7 +195,11 @@ class CostModel:
         times the head's forward and B none. Eq. 11 reads l * d_p / L, not l / (L * d_s): T_tot is
         the time of one stage already.
         """
-        return self.size_costs(*chunk_sizes(chunks))
+        return self.size_costs(*self.sizes(chunks))
+
+    def sizes(self, chunks: Sequence[Chunk]) -> tuple[Floats, Floats]:
+        """Tokens and areas of chunks, padding included; [n]."""
+        return chunk_sizes(chunks, self.area)
 
     def size_costs(self, tokens: Floats, areas: Floats) -> ChunkCosts:
         """`chunk_costs` of chunks known by their sizes alone, padding included; arrays [n]."""
@@ -276,10 +287,3 @@ class CostModel:
     def _with_gather(self, compute: Floats, gather_s: float) -> Floats:
         hidden = self.coefficients.gather_overlap * np.minimum(compute, gather_s)
         return np.asarray(compute + gather_s - hidden)
-
-
-def chunk_sizes(chunks: Sequence[Chunk]) -> tuple[Floats, Floats]:
-    """Tokens and areas, padding included."""
-    tokens = np.array([c.padded_tokens for c in chunks], dtype=np.float64)
-    areas = np.array([c.attention_area + c.padding**2 for c in chunks], dtype=np.float64)
-    return tokens, areas

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.attention_area import CAUSAL, AttentionArea, chunk_sizes
 from ds_infinipipe.planner.clusters import ClusterSpec
-from ds_infinipipe.planner.costs import attention_backward_flops, chunk_sizes
+from ds_infinipipe.planner.costs import attention_backward_flops
 from ds_infinipipe.planner.specs import ModelSpec
 from ds_infinipipe.planner.types import Chunk
 
@@ -46,13 +47,15 @@ class ProfileRow:
     backward_s: float
 
     @classmethod
-    def of(cls, chunk: Chunk, forward_s: float, backward_s: float) -> ProfileRow:
-        """The row of a measured chunk, named by its shape."""
+    def of(
+        cls, chunk: Chunk, forward_s: float, backward_s: float, area_of: AttentionArea = CAUSAL
+    ) -> ProfileRow:
+        """The row of a measured chunk, named by its shape; `area_of` knows the layer's window."""
         context, pieces = chunk.context_len, [s.length for s in chunk.slices]
         name = f"{pieces[0]} over {context}" if context else "+".join(map(str, pieces))
         if not chunk.slices[0].is_tail:
             name = f"{pieces[0]} over {context} (not last)"
-        ((tokens,), (area,)) = chunk_sizes([chunk])
+        ((tokens,), (area,)) = chunk_sizes([chunk], area_of)
         return cls(name, int(tokens), int(area), forward_s, backward_s)
 
 

@@ -19,12 +19,15 @@ class StepFlops:
     recompute: float
 
 
-def attended_pairs(chunk: Chunk) -> int:
-    """(query, key) pairs of a chunk: under the causal mask token t of a sequence sees t + 1."""
-    pairs = 0
-    for piece in chunk.slices:
-        pairs += (piece.end * (piece.end + 1) - piece.start * (piece.start + 1)) // 2
-    return pairs
+def attended_pairs(chunk: Chunk, window: int = 0) -> int:
+    """(query, key) pairs of a chunk: token t of a sequence sees t + 1 keys, `window` at most."""
+    return sum(_pairs(s.end, window) - _pairs(s.start, window) for s in chunk.slices)
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """Of the first `tokens` tokens of a sequence; no window is 0."""
+    rising = min(tokens, window) if window else tokens
+    return rising * (rising + 1) // 2 + (tokens - rising) * window
 
 
 def step_flops(plan: Plan) -> StepFlops:
@@ -46,5 +49,9 @@ def step_flops(plan: Plan) -> StepFlops:
 
 def _layer_flops(model: ModelSpec, chunk: Chunk) -> float:
     linear = 2.0 * chunk.tokens * model.layer_params
-    attention = 4.0 * model.query_size * attended_pairs(chunk)
-    return linear + attention
+    pairs = float(attended_pairs(chunk))
+    if model.window_layers:
+        # the mean over the layers, as recomputed ones are counted and not named
+        share = model.window_layers / model.num_layers
+        pairs += share * (attended_pairs(chunk, model.sliding_window) - pairs)
+    return linear + 4.0 * model.query_size * pairs

@@ -32,7 +32,8 @@ def work_bound_s(
     work, and at least that of the longest sequence; what of the gradients' sum nothing hides comes
     on top.
     """
-    c = CostModel(model, cluster, layout, zero_stage).coefficients
+    cost = CostModel(model, cluster, layout, zero_stage)
+    c, area_of = cost.coefficients, cost.area.before
     token_s = 3 * c.linear_s + 2 * c.all2all_s
     area_s = c.attention_forward_s + c.attention_backward_s
     sums = GradientSums.of(model, layout, cluster, zero_stage)
@@ -43,10 +44,10 @@ def work_bound_s(
         stages[-1] += 3 * c.logits_s * tokens
         return max(work + sums.least_s(stage) for stage, work in enumerate(stages))
 
-    area = math.fsum(float(n) ** 2 for n in lengths)
+    area = math.fsum(area_of(int(n)) for n in lengths)
     longest = max(lengths, default=0)
     return max(
-        bound_s(sum(lengths) / layout.dp, area / layout.dp), bound_s(longest, float(longest) ** 2)
+        bound_s(sum(lengths) / layout.dp, area / layout.dp), bound_s(longest, area_of(int(longest)))
     )
 
 

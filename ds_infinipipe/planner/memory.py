@@ -365,8 +365,12 @@ class MemoryModel:
         if self.model.fused_kernels:
             return 0
         query_row = self._query_token_bytes // self.layout.sp
-        own = chunk.longest_segment * (query_row + self._kv_row_bytes)
-        return max(own, chunk.split_tokens * query_row + chunk.context_len * self._kv_row_bytes)
+        longest, context, cut = chunk.longest_segment, chunk.context_len, chunk.split_tokens
+        if self.model.window_layers == self.model.num_layers:
+            window = self.model.sliding_window
+            longest, context, cut = min(longest, window), min(context, window), min(cut, window)
+        own = longest * (query_row + self._kv_row_bytes)
+        return max(own, cut * query_row + context * self._kv_row_bytes)
 
     def _stage_capacity(self, stage: int, k: int, limit: int) -> int:
         """Solves static + loss + tokens * (window + dK/dV + transient) <= limit for tokens."""

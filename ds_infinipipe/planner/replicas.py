@@ -51,7 +51,7 @@ def _work_s(lengths: Sequence[int], cost: CostModel) -> FloatArray:
     sizes = np.array(lengths, dtype=np.float64)
     c = cost.coefficients
     layer_s = (3 * c.linear_s + 2 * c.all2all_s) * sizes
-    layer_s += (c.attention_forward_s + c.attention_backward_s) * sizes**2
+    layer_s += (c.attention_forward_s + c.attention_backward_s) * cost.area.before(sizes)
     layers = cost.layout.stage_layers
     last_s = layers[-1] * layer_s + 3 * c.logits_s * sizes
     busiest_s = max(layers) * layer_s

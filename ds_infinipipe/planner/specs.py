@@ -36,6 +36,7 @@ _SIZES = (
     "vocab_size",
 )
 _MAX_SIZE = 2**31
+_DEFAULT_WINDOW, _DEFAULT_FULL_LAYERS = 4096, 28  # transformers'
 
 # what transformers takes where a config.json has no such key; llama derives both
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -70,6 +71,11 @@ class ModelSpec:
     """Every query and key head is normalised (Qwen3)."""
     offloads_optimizer: bool = False
     """Masters, Adam's states and gradient sums are in host memory (ZeRO-3)."""
+    joins_qkv: bool = True
+    """Query, key and value go through one all-to-all, not three."""
+    sliding_window: int = 0
+    """Keys that a query sees in `window_layers` of the layers; 0: all up to its own, everywhere."""
+    window_layers: int = 0
     shards_optimizer_over_dp: bool = False
     """Masters and Adam's states are cut over the replicas too (ZeRO-3)."""
 
@@ -188,6 +194,7 @@ def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
         raise ConfigError(
             f"the model config gives tie_word_embeddings = {tied!r}; it must be true or false"
         )
+    window, window_layers = _window(config, kind, sizes["num_hidden_layers"])
     return ModelSpec(
         name=name or kind,
         num_layers=sizes["num_hidden_layers"],
@@ -200,7 +207,30 @@ def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
         tied_embeddings=tied,
         fused_kernels=False,
         has_head_norms=kind == "qwen3",
+        sliding_window=window,
+        window_layers=window_layers,
     )
+
+
+def _window(config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int, int]:
+    """Keys in a window and the number of layers that have it, both 0 for none.
+
+    As transformers reads it: of Mistral all layers have the window, of Qwen those named.
+    """
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window", False)):
+        return 0, 0
+    window = config.get("sliding_window", _DEFAULT_WINDOW)
+    if window is None:
+        return 0, 0
+    layer_types = config.get("layer_types")
+    if kind == "mistral":
+        layers = num_layers
+    elif layer_types is not None:
+        layers = sum(name == "sliding_attention" for name in layer_types)
+    else:
+        layers = max(0, num_layers - config.get("max_window_layers", _DEFAULT_FULL_LAYERS))
+    size = _size({"sliding_window": window}, "sliding_window")
+    return (size, layers) if layers else (0, 0)
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

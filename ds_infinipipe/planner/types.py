@@ -106,13 +106,6 @@ class Chunk:
         return max(self.padding, max(s.length for s in self.slices))
 
     @property
-    def attention_area(self) -> int:
-        """(C + s0)^2 - C^2 + sum of s^2 over the others: the quadratic term of Eq. 1."""
-        context = self.context_len
-        area = (context + self.slices[0].length) ** 2 - context**2
-        return area + sum(s.length**2 for s in self.slices[1:])
-
-    @property
     def kind(self) -> ChunkKind:
         if not self.keeps_kv:
             return ChunkKind.BATCHED

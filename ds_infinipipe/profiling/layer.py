@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext
-from ds_infinipipe.model.hf import load_hf_config, make_rotary
+from ds_infinipipe.model.hf import load_hf_config, make_rotary, sliding_window
 from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import DecoderLayer
 from ds_infinipipe.ops.kv_arena import SequenceArena
+from ds_infinipipe.planner.attention_area import CAUSAL, AttentionArea
 from ds_infinipipe.planner.fit import ProfileRow
 from ds_infinipipe.planner.types import Chunk, Slice
 from ds_infinipipe.runtime.clock import HostClock, StepClock, make_clock
@@ -67,7 +69,9 @@ def profile_layer(
         for index in order:
             times[index].append(bench.measure(chunks[index]))
     return [
-        ProfileRow.of(chunk, *(statistics.median(side) for side in zip(*times[i], strict=True)))
+        ProfileRow.of(
+            chunk, *(statistics.median(side) for side in zip(*times[i], strict=True)), bench.area
+        )
         for i, chunk in enumerate(chunks)
     ]
 
@@ -123,6 +127,7 @@ class _Bench:
     device: torch.device
     dtype: torch.dtype
     attention: str
+    area: AttentionArea
 
     @classmethod
     def build(
@@ -146,6 +151,7 @@ class _Bench:
             device,
             dtype,
             attention,
+            _area_of_first_layer(config),
         )
 
     def measure(self, chunk: Chunk) -> tuple[float, float]:
@@ -193,6 +199,14 @@ class _Bench:
             dtype=self.dtype,
             attention_impl=self.attention,
         )
+
+
+def _area_of_first_layer(config: PreTrainedConfig) -> AttentionArea:
+    layer_types = getattr(config, "layer_types", None)
+    window = sliding_window(config)
+    if window is None or (layer_types and layer_types[0] != "sliding_attention"):
+        return CAUSAL
+    return AttentionArea(window, 1, 1)
 
 
 def _make_clock(device: torch.device) -> StepClock:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.costs import CostModel, chunk_sizes
+from ds_infinipipe.planner.attention_area import CAUSAL, chunk_sizes
+from ds_infinipipe.planner.costs import CostModel
 from ds_infinipipe.planner.specs import (
     BUILTIN_CLUSTERS,
     BUILTIN_MODELS,
@@ -20,7 +21,7 @@ from ds_infinipipe.planner.specs import (
 from ds_infinipipe.planner.types import Chunk, Slice
 
 # layer weights: 2 * 8 * (8 + 8) + 3 * 8 * 16 = 640
-MODEL = ModelSpec("toy", 4, 8, 16, 2, 2, 4, 32)
+MODEL = ModelSpec("toy", 4, 8, 16, 2, 2, 4, 32, joins_qkv=False)
 LAYOUT = Layout(2, 2, 1, (2, 2))
 CLUSTER = ClusterSpec(
     name="toy",
@@ -67,6 +68,13 @@ def test_eq_3_all_to_all_moves_query_output_key_and_value_once_each() -> None:
     # 2 bytes * (2 * 8 + 2 * 8) / 2 ranks * 1/2 leaves = 16 bytes per token at 16 bytes/s
     assert c.all2all_s == pytest.approx(1.0)
     assert c.latency_s == pytest.approx(4 * 0.25)
+
+
+def test_joined_query_key_and_value_have_one_latency_and_move_as_much() -> None:
+    joined = CostModel(replace(MODEL, joins_qkv=True), CLUSTER, LAYOUT).coefficients
+    separate = CostModel(MODEL, CLUSTER, LAYOUT).coefficients
+    assert joined.latency_s == pytest.approx(2 * 0.25)
+    assert joined.all2all_s == separate.all2all_s
 
 
 def test_eq_4_total_is_forward_and_backward_of_the_average_stage() -> None:
@@ -182,7 +190,7 @@ def test_replicated_kv_heads_are_exchanged() -> None:
 
 def test_slices_of_a_sequence_add_up_to_its_area() -> None:
     slices = [Slice(0, 0, 7, False), Slice(0, 7, 4, False), Slice(0, 11, 9, True)]
-    assert sum(Chunk((s,)).attention_area for s in slices) == 20**2
+    assert sum(CAUSAL.of_chunk(Chunk((s,))) for s in slices) == 20**2
 
 
 def test_merging_two_chunks_saves_one_fixed_cost() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.attention_area import CAUSAL
 from ds_infinipipe.planner.clusters import load_cluster
 from ds_infinipipe.planner.costs import CostModel, analytic_coefficients
 from ds_infinipipe.planner.fit import LayerFit, ProfileRow, calibrated_cluster, fit_rows
@@ -31,7 +32,7 @@ def rows_of(noise: float, seed: int = 0) -> list[ProfileRow]:
     rows = []
     for tokens, context in SHAPES:
         chunk = Chunk((Slice(0, context, tokens, True),))
-        area = chunk.attention_area
+        area = CAUSAL.of_chunk(chunk)
         forward = TRUTH["linear_s"] * tokens + TRUTH["attention_forward_s"] * area
         backward = 2 * TRUTH["linear_s"] * tokens + TRUTH["attention_backward_s"] * area
         times = (
@@ -103,7 +104,7 @@ def test_a_calibrated_cluster_predicts_what_was_measured_and_scales_over_ranks()
         assert getattr(found, name) == pytest.approx(value)
     chunk = Chunk((Slice(0, 4096, 4096, True),))
     row = rows_of(0.0)[7]
-    assert (row.tokens, row.area) == (4096, chunk.attention_area)
+    assert (row.tokens, row.area) == (4096, CAUSAL.of_chunk(chunk))
     costs = CostModel(model, cluster, make_layout(model, 1, 1), 0).chunk_costs([chunk])
     assert costs.backward_s[0, 0] == pytest.approx(model.num_layers * row.backward_s)
     assert cluster.all2all_bandwidth == base.all2all_bandwidth

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,30 @@ def test_attended_pairs_are_counted_key_by_key(start: int, length: int) -> None:
     chunk = Chunk((Slice(0, start, length, True), Slice(1, 0, 4, True)))
     wanted = sum(t + 1 for t in range(start, start + length)) + 1 + 2 + 3 + 4
     assert attended_pairs(chunk) == wanted
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 40])
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 12), (7, 3), (7, 30), (3, 6)])
+def test_a_window_bounds_the_keys_of_each_query(start: int, length: int, window: int) -> None:
+    chunk = Chunk((Slice(0, start, length, True), Slice(1, 0, 4, True)))
+    positions = [*range(start, start + length), *range(4)]
+    assert attended_pairs(chunk, window) == sum(min(t + 1, window) for t in positions)
+
+
+def test_flops_of_a_windowed_model_count_its_windowed_layers() -> None:
+    lengths = (37, 20, 9)
+    windowed = replace(_MODEL, sliding_window=8, window_layers=3)
+    plan = random_plan(
+        lengths,
+        np.random.default_rng(0),
+        model=windowed,
+        cluster=BUILTIN_CLUSTERS["cpu-local"],
+        layout=make_layout(windowed, 2, 2),
+    )
+    linear = 3 * 2 * sum(lengths) * (4 * _MODEL.layer_params + 97 * 32)
+    full = sum(t + 1 for n in lengths for t in range(n))
+    bounded = sum(min(t + 1, 8) for n in lengths for t in range(n))
+    assert step_flops(plan).model == pytest.approx(linear + 3 * 4 * 32 * (full + 3 * bounded))
 
 
 def test_model_flops_are_those_of_the_batch_however_it_is_cut() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ScheduleError
+from ds_infinipipe.planner.attention_area import CAUSAL
 from ds_infinipipe.planner.types import Chunk, ChunkKind, Instruction, Op, Plan, Slice
 
 RECOMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
@@ -152,6 +153,6 @@ def test_a_chunk_knows_its_tokens_kind_and_area() -> None:
     ]
     assert (hybrid.tokens, hybrid.padded_tokens, hybrid.context_len) == (5, 6, 12)
     assert (hybrid.split_tokens, batched.split_tokens) == (3, 0)
-    assert split.attention_area == 12**2 - 8**2
-    assert hybrid.attention_area == 15**2 - 12**2 + 2**2
-    assert batched.attention_area == 4 + 25
+    assert CAUSAL.of_chunk(split) == 12**2 - 8**2
+    assert CAUSAL.of_chunk(hybrid) == 15**2 - 12**2 + 2**2
+    assert CAUSAL.of_chunk(batched) == 4 + 25

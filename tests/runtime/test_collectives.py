@@ -14,6 +14,7 @@ import torch
 from deepspeed import comm as dist
 from ranks import run_ranks
 
+from ds_infinipipe.planner.costs import all2alls_per_pass
 from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
@@ -228,7 +229,8 @@ def _all_to_alls(rank: int, case: Case, mode: str) -> list[tuple[int, int]]:
         return run(*args, **kwargs)
 
     found = []
-    per_layer = 2 if mode == "fused" else 4
+    per_layer = all2alls_per_pass(engine.module.spec, case.sp)
+    assert per_layer == (2 if mode == "fused" else 4)
     with mock.patch.object(dist, "all_to_all_single", counted), exact_norms(engine, case):
         for step in range(case.steps):
             calls.clear()

@@ -89,7 +89,9 @@ def _packings(workload: Workload, group: GroupModel, capacity: int) -> Iterable[
     yield best_fit(lengths, capacity)
     groups = workload.num_devices // group.degree
     sizes = np.array(lengths, dtype=np.float64)
-    weights = (group.times(sizes, sizes**2) - group.times(np.zeros(1), np.zeros(1))).tolist()
+    weights = (
+        group.times(sizes, group.cost.area.before(sizes)) - group.times(np.zeros(1), np.zeros(1))
+    ).tolist()
     fewest = math.ceil(workload.num_tokens / (capacity * groups))
     for factor in _BIN_FACTORS:
         bins = lightest_bin_first(lengths, weights, groups * math.ceil(factor * fewest), capacity)
@@ -107,7 +109,7 @@ def _rounds(
     tokens, areas = np.zeros(size), np.zeros(size)
     for number, members in enumerate(filled):
         tokens[number] = sum(lengths[i] for i in members)
-        areas[number] = sum(lengths[i] ** 2 for i in members)
+        areas[number] = sum(group.cost.area.before(lengths[i]) for i in members)
     times = np.where(tokens > 0, group.times(tokens, areas), 0.0)
     order = np.argsort(-times, kind="stable").reshape(-1, groups)
     return tokens[order], areas[order], times[order]

@@ -171,15 +171,16 @@ def _balance(
     if room.sum() < sum(lengths):
         return None
     loads, tokens, areas = np.zeros(size), np.zeros(size), np.zeros(size)
+    area_of = models[part[0]].cost.area.before
     for length in lengths:
-        after = loads + token_s * length + area_s * length**2
+        after = loads + token_s * length + area_s * area_of(length)
         after[tokens + length > room] = np.inf
         chosen = int(after.argmin())
         if after[chosen] == np.inf:
             return None
         loads[chosen] = after[chosen]
         tokens[chosen] += length
-        areas[chosen] += length**2
+        areas[chosen] += area_of(length)
     groups = []
     for number, degree in enumerate(part):
         if tokens[number]:

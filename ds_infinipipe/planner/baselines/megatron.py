@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.attention_area import AttentionArea, chunk_sizes
 from ds_infinipipe.planner.baselines.groups import powers_of_two
 from ds_infinipipe.planner.baselines.packing import fixed_chunks
 from ds_infinipipe.planner.baselines.pipeline import PipelineCase, PipelineRun, combine_replicas
@@ -32,7 +33,7 @@ from ds_infinipipe.planner.baselines.result import (
     fastest,
     infeasible,
 )
-from ds_infinipipe.planner.costs import ChunkCosts, CostModel, analytic_coefficients, chunk_sizes
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel, analytic_coefficients
 from ds_infinipipe.planner.memory import MemoryModel
 from ds_infinipipe.planner.replicas import split_batch
 from ds_infinipipe.planner.specs import Layout, ModelSpec, make_layout
@@ -160,7 +161,8 @@ def _case(
         Chunk((Slice(c.slices[0].sequence, 0, c.padded_tokens // degrees.cp, True),))
         for c in chunks
     )
-    costs, communication_s = _costs(workload, degrees, layout, *chunk_sizes(chunks))
+    sizes = chunk_sizes(chunks, AttentionArea.of(workload.model))
+    costs, communication_s = _costs(workload, degrees, layout, *sizes)
     return PipelineCase(layout, chunks, costs, communication_s, memory, held)
 
 

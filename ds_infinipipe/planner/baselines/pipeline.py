@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.planner.baselines.result import BaselineResult, Workload, infeasible
-from ds_infinipipe.planner.costs import ChunkCosts, CostModel, chunk_sizes
+from ds_infinipipe.planner.costs import ChunkCosts, CostModel
 from ds_infinipipe.planner.forecast import forecast_streams
 from ds_infinipipe.planner.gradient_sum import GradientSums, Settled, settled_times
 from ds_infinipipe.planner.layout_bounds import work_bound_s
@@ -90,7 +90,7 @@ class PipelineCase:
             cost.layout,
             chunks,
             cost.chunk_costs(chunks),
-            cost.communication_times(*chunk_sizes(chunks)),
+            cost.communication_times(*cost.sizes(chunks)),
             memory,
             chunks,
             keeps_all_in_flight,

@@ -19,7 +19,7 @@ def lower_bound_s(lengths: Sequence[int], cost: CostModel) -> float:
     sizes = np.array(lengths, dtype=np.float64)
     c = cost.coefficients
     layer_s = (3 * c.linear_s + 2 * c.all2all_s) * sizes.sum()
-    layer_s += (c.attention_forward_s + c.attention_backward_s) * (sizes**2).sum()
+    layer_s += (c.attention_forward_s + c.attention_backward_s) * cost.area.before(sizes).sum()
     stages_s = [layers * layer_s for layers in cost.layout.stage_layers]
     stages_s[-1] += 3 * c.logits_s * sizes.sum()
     return float(max(stages_s))

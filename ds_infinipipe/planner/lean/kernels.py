@@ -32,7 +32,10 @@ def _chunk_time(rates: FloatArray, tokens: int, area: int) -> float:
     return float(layers * layer + logits * tokens)
 
 
-@compiled("(int64[::1], float64[::1], float64, int64, int64, int64, float64, float64)")
+@compiled(
+    "(int64[::1], float64[::1], float64, int64, int64, int64, float64, float64, int64, float64,"
+    "int64[::1])"
+)
 def cut_sequences(
     lengths: IntArray,
     times: FloatArray,
@@ -42,12 +45,20 @@ def cut_sequences(
     unit: int,
     quadratic: float,
     linear: float,
+    window: int,
+    window_share: float,
+    areas: IntArray,
 ) -> tuple[IntArray, IntArray]:
     """Slice ends of every sequence, and offsets [n + 1] of each one's ends among them.
 
-    One end, the length, for sequences that stay whole. Balances quadratic x^2 + linear x, as
-    `slice_mesh` does, with as many slices as `target_s` and `max_tokens` ask for.
+    One end, the length, for sequences that stay whole. Balances quadratic A(x) + linear x, as
+    `slice_mesh` does, with as many slices as `target_s` and `max_tokens` ask for; `areas` are A of
+    the lengths, and AttentionArea.place says what a window changes.
     """
+    edge = (quadratic * window + linear) * window if window > 0 else np.inf
+    far_linear = linear + 2.0 * quadratic * window_share * window
+    far_quadratic = quadratic * (1.0 - window_share)
+    added = quadratic * window_share * window * window
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     ends = np.empty(lengths.size * 2 + max_slices, dtype=np.int64)
     used = 0
@@ -62,12 +73,15 @@ def cut_sequences(
             larger = np.empty(2 * ends.size + most, dtype=np.int64)
             larger[:used] = ends[:used]
             ends = larger
-        work = quadratic * length * length + linear * length
+        work = quadratic * areas[index] + linear * length
         while True:
             count, largest, last = 0, 0, 0
             for cut in range(1, slices):
                 share = work * cut / slices
-                place = 2.0 * share / (linear + math.sqrt(linear**2 + 4.0 * quadratic * share))
+                slope, curve = linear, quadratic
+                if share > edge:
+                    share, slope, curve = share + added, far_linear, far_quadratic
+                place = 2.0 * share / (slope + math.sqrt(slope**2 + 4.0 * curve * share))
                 end = unit * math.floor(place / unit + 0.5)
                 if last < end < length:
                     ends[used + count] = end
@@ -134,9 +148,10 @@ def _drop_first(keys: FloatArray, heap: IntArray, size: int) -> int:
     return size - 1
 
 
-@compiled("(int64[::1], int64[::1], int64[::1], float64[::1], int64, float64[::1])")
+@compiled("(int64[::1], int64[::1], int64[::1], int64[::1], float64[::1], int64, float64[::1])")
 def pack_shorts(
     lengths: IntArray,
+    own_areas: IntArray,
     bin_tokens: IntArray,
     bin_areas: IntArray,
     handicaps: FloatArray,
@@ -145,8 +160,9 @@ def pack_shorts(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Longest first into the bin with the least time plus handicap that has room (LPT).
 
-    `lengths` descend. Bins come with the slices they hold, or empty. Where no bin has room, a new
-    one is opened. Returns the bin of every sequence, and tokens and areas of all bins.
+    `lengths` descend, `own_areas` are theirs. Bins come with the slices they hold, or empty. Where
+    no bin has room, a new one is opened. Returns the bin of every sequence, and tokens and areas of
+    all bins.
     """
     start = bin_tokens.size
     most = start + lengths.size
@@ -178,7 +194,7 @@ def pack_shorts(
         chosen[at] = best
         handicap = handicaps[best] if best < start else 0.0
         tokens[best] += length
-        areas[best] += length * length
+        areas[best] += own_areas[at]
         keys[best] = _chunk_time(rates, tokens[best], areas[best]) + handicap
         _sift_down(keys, heap, size)
     return chosen, tokens[:num_bins].copy(), areas[:num_bins].copy()

@@ -65,6 +65,9 @@ def cut_batch(
         max_slices,
         unit,
         *cost.mesh_coefficients,
+        cost.area.window,
+        cost.area.share,
+        cost.area.before(batch.lengths[:num_long]),
     )
     count = np.diff(offsets)
     # rounding to large units can leave one slice
@@ -73,7 +76,7 @@ def cut_batch(
     rank = np.repeat(np.arange(num_cut), count)
     start = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     start[offsets[:num_cut]] = 0
-    areas = ends**2 - start**2
+    areas = cost.area.before(ends) - cost.area.before(start)
     length = ends - start
     return SliceMesh(
         num_cut=num_cut,

@@ -45,25 +45,28 @@ class StreamShape:
 class SortedBatch:
     """Sequences by falling length: `sequence` [n] their numbers in the batch, ties by number.
 
-    `whole_s` is T_tot of each as a chunk of its own, `work_s` its share of a larger chunk.
+    `whole_s` is T_tot of each as a chunk of its own, `work_s` its share of a larger chunk, `areas`
+    its attention.
     """
 
     sequence: IntArray
     lengths: IntArray
     whole_s: FloatArray
     work_s: FloatArray
+    areas: IntArray
 
     @classmethod
     def of(cls, lengths: Sequence[int], cost: CostModel) -> SortedBatch:
         given = np.array(lengths, dtype=np.int64)
         order = np.argsort(-given, kind="stable")
         ordered = given[order]
-        sizes = ordered.astype(np.float64)
-        whole_s = cost.total_times(sizes, sizes**2)
+        sizes, areas = ordered.astype(np.float64), cost.area.before(ordered)
+        whole_s = cost.total_times(sizes, areas.astype(np.float64))
         c = cost.coefficients
         linear_s = (3 * c.linear_s + 2 * c.all2all_s) * sizes
-        quadratic_s = (c.attention_forward_s + c.attention_backward_s) * sizes**2
-        return cls(order, ordered, whole_s, cost.mean_layers * (linear_s + quadratic_s))
+        quadratic_s = (c.attention_forward_s + c.attention_backward_s) * areas
+        work_s = cost.mean_layers * (linear_s + quadratic_s)
+        return cls(order, ordered, whole_s, work_s, areas)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +183,7 @@ def pack_batch(
     empty = np.zeros(shares.size, dtype=np.int64)
     chosen, tokens, areas = kernels.pack_shorts(
         lengths,
+        batch.areas[mesh.num_cut :],
         np.concatenate([mesh.length, empty]),
         np.concatenate([mesh.areas, empty]),
         np.concatenate([np.zeros(mesh.length.size), target_s * (1 - shares)]),
