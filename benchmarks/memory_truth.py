@@ -1,4 +1,4 @@
-"""Predicted against measured peak bytes of 50 plans: `python benchmarks/memory_truth.py`.
+"""Predicted against measured peak bytes of 60 plans: `python benchmarks/memory_truth.py`.
 
 Prints one line per case and writes benchmarks/results/memory_truth.json. Takes some minutes on two
 CPU cores.
@@ -25,6 +25,8 @@ CASES = [
     MemoryCase("llama", 1, 1, zero_stage=0, random_plans=4, seed=1),
     MemoryCase("qwen3", 1, 1, num_kv_heads=4, random_plans=4, seed=2),
     MemoryCase("llama", 1, 1, is_bf16=True, random_plans=4, seed=3),
+    MemoryCase("llama", 1, 1, is_bf16=True, fp8="tensor", random_plans=4, seed=11),
+    MemoryCase("mistral", 1, 1, sliding_window=200, random_plans=4, seed=12),
     MemoryCase("llama", 1, 2, num_layers=6, random_plans=4, seed=4),
     MemoryCase("qwen3", 1, 2, zero_stage=0, num_layers=6, random_plans=4, seed=5),
     MemoryCase("llama", 2, 2, num_layers=8, num_kv_heads=4, random_plans=4, seed=6),

@@ -171,4 +171,6 @@ def test_predictions_split_no_backward_that_training_does_not() -> None:
     assert split["step_time_s"] < whole["step_time_s"]
     del section["planner"]["split_backward"]
     section["model"]["fp8"] = "row"
-    assert predict_point(config, "github-b:8", 1) == whole
+    fp8 = predict_point(config, "github-b:8", 1)
+    assert fp8.pop("peak_bytes") > whole.pop("peak_bytes")  # the rounded operands
+    assert fp8 == whole

@@ -64,6 +64,7 @@ def _make_sampler(
         section.model.load_spec(),
         dtype_bytes=_dtype_bytes(config),
         offloads_optimizer=offloads_optimizer(config),
+        fp8=section.model.fp8 != "off",
         joins_qkv=section.runtime.all_to_all == "fused",
         shards_optimizer_over_dp=section.parallel.shard_optimizer_over_dp,
     )

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner import fp8_memory
 from ds_infinipipe.planner.heads import local_heads, local_kv_heads
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
-from ds_infinipipe.planner.loss_memory import logits_bytes
+from ds_infinipipe.planner.loss_memory import head_bytes
 from ds_infinipipe.planner.model_states import (
     gathered_bytes,
     reduce_bucket_elements,
@@ -139,7 +140,9 @@ class MemoryModel:
         Deviation: the paper ignores the recomputed layer ("other activations can be ignored").
         """
         hidden = self.input_bytes(chunk)
-        layer = self._ungraphed_bytes(chunk) - hidden if self._is_all(stage, recompute) else 0
+        layer = self._ungraphed_bytes(chunk) if self._is_all(stage, recompute) else 0
+        # the stage's output is not yet there
+        layer = max(layer, self._fp8_forward_bytes(chunk)) - hidden
         loss = self._loss_bytes(chunk) if stage == self.layout.pp - 1 else 0
         return max(hidden, layer, loss)
 
@@ -153,7 +156,9 @@ class MemoryModel:
         gradients of a layer's weights are whole until they are reduced.
         """
         layers, is_all = self.layout.stage_layers[stage], self._is_all(stage, recompute)
-        layer = self._gradient_workspace(chunk) + (self._rebuilt_bytes(chunk) if is_all else 0)
+        layer = self._gradient_workspace(chunk)
+        if is_all:
+            layer = max(layer, self._fp8_forward_bytes(chunk)) + self._rebuilt_bytes(chunk)
         if self._zero_stage == 3:
             gone = 0 if is_all else self._rebuilt_bytes(chunk)
             layer = max(layer, self._reduction_bytes - gone)
@@ -293,27 +298,22 @@ class MemoryModel:
         """A - R: what one recomputed layer has while it runs, beside its input."""
         return self.saved_bytes(chunk) - self.input_bytes(chunk)
 
+    def _fp8_forward_bytes(self, chunk: Chunk) -> int:
+        if not self.model.fp8:
+            return 0
+        return fp8_memory.forward_bytes(self.model, self._local_tokens(chunk))
+
     def _ungraphed_bytes(self, chunk: Chunk) -> int:
         """Most that a layer has at once without a graph, beside its input.
 
         In the MLP: residual, norm output, and three of gate, its activation, up and product.
         """
         tokens = self._local_tokens(chunk)
-        return tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
+        most = tokens * (2 * self._hidden_token_bytes + 3 * self._ffn_token_bytes)
+        return max(most, fp8_memory.ungraphed_bytes(self.model, tokens)) if self.model.fp8 else most
 
     def _loss_bytes(self, chunk: Chunk) -> int:
-        """The head at work: the logits of one block, the final norm's tensors, and the weight's
-        gradient in float32, which is not the one that the states count.
-        """
-        model, tokens = self.model, self._local_tokens(chunk)
-        is_half = model.dtype_bytes < 4
-        logits = logits_bytes(model, min(self._loss_block_tokens, tokens))
-        weight = model.embedding_params * max(4, model.dtype_bytes)
-        norm = 3 * self._hidden_token_bytes + (4 * model.hidden_size if is_half else 0)
-        # the plain norm's backward is in float32: its input's copy and five gradients
-        norm_backward = 24 * model.hidden_size if is_half and not model.fused_kernels else 0
-        working = max(logits + tokens * norm, tokens * norm_backward)
-        return working + weight
+        return head_bytes(self.model, self._local_tokens(chunk), self._loss_block_tokens)
 
     def _gradient_workspace(self, chunk: Chunk) -> int:
         """Most that one layer's backward has on top of what the layer keeps."""
@@ -326,10 +326,14 @@ class MemoryModel:
         activations, those of all projections after attention with attention's.
         """
         mlp, attention = self._activation_gradients(chunk)
+        down = 0
+        if self.model.fp8:
+            down, up = fp8_memory.input_gradient_bytes(self.model, self._local_tokens(chunk))
+            mlp = max(mlp, up)
         if self._zero_stage == 3:
             mlp += self.model.hidden_size * self._ffn_token_bytes
             attention += self._late_weight_bytes
-        return mlp, attention
+        return max(mlp, down), attention
 
     def _least_absent(self, chunk: Chunk, layers: int, recompute: int) -> int:
         """Of what a tail has in all layers together, how much is not there at the fullest moment.
@@ -338,10 +342,8 @@ class MemoryModel:
         had kept. In between is never the most: kept layers come first and are the bigger ones.
         With some layers recomputed, as if all were.
         """
-        others = layers - 1
         kept = self.saved_bytes(chunk) if recompute == 0 else self.input_bytes(chunk)
-        gone = others * kept
-        return min(others * self.kv_grad_bytes(chunk.context_len), gone)
+        return (layers - 1) * min(self.kv_grad_bytes(chunk.context_len), kept)
 
     def _activation_gradients(self, chunk: Chunk) -> tuple[int, int]:
         """Gradients in the MLP and in attention, less what is gone by then.

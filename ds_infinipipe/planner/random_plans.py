@@ -52,14 +52,20 @@ def random_plan(
     alignment: int = 1,
     zero_stage: int = 3,
     loss_block_tokens: int = 1024,
+    may_split: bool = True,
 ) -> Plan:
-    """A verified plan of `lengths` drawn with `rng`; there is no memory limit."""
+    """A verified plan of `lengths` drawn with `rng`; there is no memory limit.
+
+    With `may_split` some backwards are in two halves, which only our own projections can.
+    """
     unit = math.lcm(layout.sp, alignment)
     chunks, blocks = _random_chunks(lengths, unit, layout.sp, rng)
     pipelines = tuple(
         _random_pipeline(chunks, group, layout, rng) for group in _random_groups(blocks, rng)
     )
-    operations = _with_random_splits(pipeline_operations(pipelines, layout.pp), rng)
+    operations = pipeline_operations(pipelines, layout.pp)
+    if may_split:
+        operations = _with_random_splits(operations, rng)
     draft = Plan(
         model=model,
         cluster=cluster,

@@ -76,6 +76,8 @@ class ModelSpec:
     sliding_window: int = 0
     """Keys that a query sees in `window_layers` of the layers; 0: all up to its own, everywhere."""
     window_layers: int = 0
+    fp8: bool = False
+    """Operands of the decoder layers' projections are rounded to 8 bits while they run."""
     shards_optimizer_over_dp: bool = False
     """Masters and Adam's states are cut over the replicas too (ZeRO-3)."""
 

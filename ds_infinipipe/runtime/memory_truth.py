@@ -37,6 +37,7 @@ class MemoryCase:
     zero_stage: int = 3
     shards_optimizer: bool = False
     is_bf16: bool = False
+    fp8: str = "off"
     num_kv_heads: int = 2
     num_layers: int = 4
     random_plans: int = 3
@@ -47,6 +48,7 @@ class MemoryCase:
     vocab_size: int = 128
     max_tokens: int = 1500
     loss_block_tokens: int = 128
+    sliding_window: int | None = None
     seed: int = 0
 
     @property
@@ -66,7 +68,7 @@ class MemoryCase:
                 "stage3_param_persistence_threshold": _PERSISTENT_PARAMETERS,
             },
             "infinipipe": {
-                "model": {"config": self._hf_config(), "seed": self.seed},
+                "model": {"config": self._hf_config(), "seed": self.seed, "fp8": self.fp8},
                 "parallel": {
                     "pp": self.pp,
                     "sp": self.sp,
@@ -89,6 +91,7 @@ class MemoryCase:
             "head_dim": self.hidden_size // self.num_heads,
             "vocab_size": self.vocab_size,
             "max_position_embeddings": 4 * self.max_tokens,
+            "sliding_window": self.sliding_window,
         }
 
 
@@ -191,6 +194,7 @@ def _random(
         layout=engine.module.layout,
         zero_stage=case.zero_stage,
         loss_block_tokens=case.loss_block_tokens,
+        may_split=engine.module.planner_settings.split_backward != "never",
     )
 
 

@@ -101,6 +101,7 @@ class InfiniPipeModule(PipelineModule):
             fused_kernels=self.kernels == "liger",
             dtype_bytes=self.dtype.itemsize,
             offloads_optimizer=offloads_optimizer(self.deepspeed_config),
+            fp8=self.settings.model.fp8 != "off",
             joins_qkv=self.settings.runtime.all_to_all == "fused",
             shards_optimizer_over_dp=self.settings.parallel.shard_optimizer_over_dp,
         )

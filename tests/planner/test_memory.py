@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.planner.fp8_memory import product_bytes
 from ds_infinipipe.planner.layer_tensors import saved_tensors, stashed_token_bytes
 from ds_infinipipe.planner.loss_memory import logits_bytes
 from ds_infinipipe.planner.memory import MemoryModel
@@ -592,3 +593,24 @@ def test_a_split_tail_leaves_its_arena_and_its_gradients_to_the_first_slice() ->
         sum(stash) + memory.weight_transient(0, chunks[1]),
     ]
     assert activations_peak(memory, 0, order, chunks, [0, 0]) == max(moments)
+
+
+def test_fp8_products_need_their_rounded_operands_and_a_scratch_or_the_result() -> None:
+    # 4 x 8 and 6 x 8 bytes rounded; float32 of either, or a result of 4 x 6 elements of 2 bytes
+    assert product_bytes(4, 6, 8, 2) == 4 * 8 + max(4 * 8 * 4, 6 * 8 + max(4 * 6 * 8, 2 * 4 * 6))
+    # the scratch is no more than 2^20 elements, the result outgrows it
+    many = 2**20
+    assert product_bytes(many, 64, 64, 2) == many * 64 + 64 * 64 + 2 * many * 64
+
+
+def test_fp8_adds_to_what_runs_and_nothing_to_what_is_kept() -> None:
+    plain, fp8 = memory_of(), memory_of(replace(MODEL, fp8=True))
+    assert plain.static_bytes == fp8.static_bytes
+    for chunk in (whole(0, 6), whole(0, 600), Chunk((Slice(0, 8, 8, True),))):
+        assert plain.held_bytes(0, chunk, 1) == fp8.held_bytes(0, chunk, 1)
+        for recompute in range(4):
+            for name in ("forward_transient", "backward_transient"):
+                before, after = (getattr(m, name)(0, chunk, recompute) for m in (plain, fp8))
+                assert after >= before
+    down = product_bytes(300, 8, 16, 2)
+    assert fp8.forward_transient(0, whole(0, 600), 0) == down - 300 * 8 * 2

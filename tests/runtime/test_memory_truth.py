@@ -85,6 +85,7 @@ CASES = {
         MemoryCase("llama", 1, 1, zero_stage=0, max_tokens=900, seed=1),
         MemoryCase("qwen3", 1, 1, num_kv_heads=4, max_tokens=900, seed=2),
         MemoryCase("llama", 1, 1, is_bf16=True, max_tokens=900, seed=3),
+        MemoryCase("llama", 1, 1, is_bf16=True, fp8="row", max_tokens=900, seed=4),
     ],
     (2, 2): [MemoryCase("llama", 2, 2, num_layers=8, num_kv_heads=4, max_tokens=900, seed=6)],
 }
@@ -105,7 +106,7 @@ def _differences(pp: int, sp: int) -> list[MemoryDifference]:
 def test_peaks_of_a_single_rank_are_predicted_within_5_percent() -> None:
     found = _differences(1, 1)
     errors = np.array([d.step_error for d in found])
-    assert len(found) == 12
+    assert len(found) == 16
     assert np.mean(np.abs(errors) <= 0.05) >= 0.95, errors
     assert np.abs([d.states_error for d in found]).max() <= 0.05
     assert max(d.recomputed_share for d in found) > 0.5
