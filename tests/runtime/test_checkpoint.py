@@ -87,7 +87,7 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
     pairs, losses = set(), []
     for cases in visits:
         size = cases[0].pp * cases[0].sp * cases[0].dp
-        for found in run_ranks(_visit, size, cases, folder, timeout=200.0):
+        for found in run_ranks(_visit, size, cases, folder, timeout=300.0):
             for saved, layout, result in found:
                 if saved == "loss":
                     losses += result
