@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the development environment and runs every check, about 10 minutes on 2 cores. Arguments
-# go to pytest: bash launch/test.sh -m "not slow"
+# Sets up the development environment and runs every check. Arguments go to pytest and choose what
+# it runs, one test after the other: bash launch/test.sh tests/planner -m "not slow"
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 
@@ -9,4 +9,11 @@ ruff check
 ruff format --check
 lint-imports
 mypy
-pytest "$@"
+if [ $# -gt 0 ]; then
+    exec pytest "$@"
+fi
+# Tests in one process share the cores; those that start ranks have all cores to themselves.
+outcome=0
+pytest -n auto --maxprocesses 8 -m "not ranks" || outcome=$?
+pytest -m ranks || outcome=$?
+exit "$outcome"
