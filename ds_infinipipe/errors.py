@@ -3,6 +3,7 @@
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataEndError",
     "DataError",
     "InfeasiblePlanError",
     "InfiniPipeError",
@@ -30,6 +31,10 @@ class DataError(InfiniPipeError):
     """The corpus, a lengths file or a batch cannot be used."""
 
     exit_code = 2
+
+
+class DataEndError(DataError, StopIteration):
+    """There is no further batch; a StopIteration, as loops over batches expect it."""
 
 
 class CheckpointError(InfiniPipeError):

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_infinipipe.config import DataSettings
 from ds_infinipipe.errors import DataError
 from ds_infinipipe.model.context import rank_tokens
 from ds_infinipipe.planner.types import Chunk
 
-__all__ = ["IGNORE_INDEX", "StepBatch"]
+__all__ = ["IGNORE_INDEX", "StepBatch", "check_context_length"]
 
 IGNORE_INDEX = -100
 _PADDING_ID = 0
@@ -41,6 +42,12 @@ class StepBatch:
         Raises DataError for a malformed or over-long sample, an id outside the vocabulary, and a
         batch in which nothing can be learned.
         """
+        if isinstance(samples, Mapping):
+            raise DataError(
+                f"a batch is a mapping with {sorted(map(str, samples))}; it must be a list of "
+                "samples, each with its own input_ids, and batches are lists of those: put single "
+                "samples into a list, and do not pad or stack sequences"
+            )
         rows, without_label = [], 0
         for index, sample in enumerate(samples):
             row = _read_sample(index, sample)
@@ -99,6 +106,19 @@ class StepBatch:
         return _local_part(self.weights, chunk, 0, sp_rank, sp_size)
 
 
+def check_context_length(lengths: Sequence[int], data: DataSettings) -> None:
+    """Raise DataError for a sequence beyond the `context_length` that the configuration names."""
+    limit = data.context_length
+    too_long = [i for i, length in enumerate(lengths) if length > limit]
+    if too_long and "context_length" in data.model_fields_set:
+        worst = max(too_long, key=lengths.__getitem__)
+        raise DataError(
+            f"sequence {worst} has {lengths[worst]} tokens, but infinipipe.data.context_length is "
+            f"{limit} ({len(too_long)} of {len(lengths)} sequences are longer): raise it, or cut "
+            "or drop them"
+        )
+
+
 @dataclass(frozen=True)
 class _Row:
     ids: np.ndarray
@@ -148,6 +168,11 @@ def _as_vector(index: int, name: str, values: Any) -> np.ndarray:
     array = (
         values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     )
+    if array.ndim == 0:
+        raise DataError(
+            f"sample {index} of the batch is {values!r}, not a sequence of tokens: a batch is a "
+            "list of samples, and what is trained or evaluated on is an iterator or list of batches"
+        )
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise DataError(
             f"sample {index}: {name} has shape {array.shape} and type {array.dtype}; it must be a "

@@ -23,15 +23,14 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 
 from ds_infinipipe.config import InfiniPipeConfig
-from ds_infinipipe.errors import InfiniPipeError
 from ds_infinipipe.model.hf import make_rotary, max_positions
 from ds_infinipipe.planner.types import Instruction, Plan, Timeline
 from ds_infinipipe.runtime import handlers, schedule
-from ds_infinipipe.runtime.batch import StepBatch
+from ds_infinipipe.runtime.batch import StepBatch, check_context_length
 from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
-from ds_infinipipe.runtime.evaluate import EvaluationReport, run_evaluation
+from ds_infinipipe.runtime.evaluate import EvaluationReport, batches_of, run_evaluation
 from ds_infinipipe.runtime.executor import StageExecutor
-from ds_infinipipe.runtime.feed import BatchFeed
+from ds_infinipipe.runtime.feed import Feeds
 from ds_infinipipe.runtime.kernels import choose_kernels
 from ds_infinipipe.runtime.loss_scale import adopt_loss_scaler
 from ds_infinipipe.runtime.masters import MasterOptimizer
@@ -94,7 +93,7 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         )
         self._plans = self._make_plan_service()
         self.recovery = Recovery(self)
-        self._feed: BatchFeed[_Shared] | None = None
+        self._feeds: Feeds[_Shared] = Feeds(self._parse_shared)
         self._step: StepState | None = None
         self._calibration = TimeCalibration()
         self._wants_stop = False
@@ -115,9 +114,10 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
 
         `data_iter` yields batches: lists of samples (a mapping with `input_ids` and optionally
         `labels`), the same on every rank. Without it the data given to `initialize` is used.
-        Raises InfiniPipeError where batch, plan or peers make the step impossible.
+        Raises DataEndError, a StopIteration, behind the last batch, and another InfiniPipeError
+        where batch, plan or peers make the step impossible.
         """
-        feed = self._feed_for(data_iter)
+        feed = self._feeds.of(data_iter)
         batch, share = feed.next()
         plan, planning = self._plans.plan_for(share.lengths)
         upcoming = feed.peek()
@@ -165,18 +165,23 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
         return loss
 
     def eval_batch(self, data_iter: Iterable[Any], *_: Any, **__: Any) -> torch.Tensor:
-        """Loss of the next batch of `data_iter`, the mean over its labels, without training.
+        """Loss without training, the mean over the labels of the next batch of an iterator.
 
+        Of a list of batches, or another iterable with a length, all are taken, one after the other.
         `evaluation` then holds the losses by sequence. May stand between any two training steps.
+        Raises DataEndError where there is no batch.
         """
-        batch = self._parse(next(iter(data_iter)))
+        reports = [self._evaluate(self._parse(samples)) for samples in batches_of(data_iter)]
+        self.evaluation = EvaluationReport.joined(reports)
+        return torch.tensor(self.evaluation.loss, dtype=torch.float64)
+
+    def _evaluate(self, batch: StepBatch) -> EvaluationReport:
         members = self.replica_members(batch)
         share = batch.select(members)
         plan, _planning = self._plans.plan_for(share.lengths, aside=True)
-        self.evaluation = self.recovery.run(
+        return self.recovery.run(
             plan, share.lengths, lambda plan: run_evaluation(self, plan, share, batch, members)
         )
-        return torch.tensor(self.evaluation.loss, dtype=torch.float64)
 
     def execute_evaluation(self, step: StepState) -> None:
         """Run the forward-only streams of `step`."""
@@ -318,23 +323,11 @@ class InfiniPipeEngine(CheckpointMixin, OptimizerStepMixin, PipelineEngine):
 
     def set_batches(self, batches: Iterable[Any]) -> None:
         """Where `train_batch()` without an argument reads its batches."""
-        self._feed = self._new_feed(batches)
-
-    def _feed_for(self, data_iter: Iterable[Any] | None) -> BatchFeed[_Shared]:
-        if data_iter is not None and (self._feed is None or not self._feed.reads(data_iter)):
-            self._feed = self._new_feed(data_iter)
-        if self._feed is None:
-            raise InfiniPipeError(
-                "train_batch() has no data: pass training_data to ds_infinipipe.initialize, or an "
-                "iterator of batches to train_batch"
-            )
-        return self._feed
-
-    def _new_feed(self, batches: Iterable[Any]) -> BatchFeed[_Shared]:
-        return BatchFeed(batches, self._parse_shared)
+        self._feeds.set_training(batches)
 
     def _parse_shared(self, samples: Any) -> _Shared:
         batch = self._parse(samples)
+        check_context_length(batch.lengths, self.settings.data)
         return batch, self.replica_share(batch)
 
     def _parse(self, samples: Any) -> StepBatch:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from deepspeed import comm as dist
 
+from ds_infinipipe.errors import DataEndError, DataError
 from ds_infinipipe.planner.types import Op, Plan
 from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
 from ds_infinipipe.runtime.faults import check_all_took_part
@@ -20,7 +21,7 @@ from ds_infinipipe.runtime.step import StepState
 if TYPE_CHECKING:
     from ds_infinipipe.runtime.engine import InfiniPipeEngine
 
-__all__ = ["Bucket", "EvaluationReport", "forward_only", "run_evaluation"]
+__all__ = ["Bucket", "EvaluationReport", "batches_of", "forward_only", "run_evaluation"]
 
 _KEPT = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
 
@@ -41,16 +42,33 @@ class Bucket:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Losses of one evaluated batch. `sequence_losses` are sums over each sequence's labels."""
+    """Losses by sequence: sums over each sequence's labels, times their weights if they have any.
 
-    loss: float
+    `label_weights` are the sums of a sequence's weights, the number of its labels without.
+    """
+
     lengths: tuple[int, ...]
     labels: tuple[int, ...]
+    label_weights: tuple[float, ...]
     sequence_losses: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over all labels, by weight."""
+        return math.fsum(self.sequence_losses) / math.fsum(self.label_weights)
 
     @property
     def perplexity(self) -> float:
         return Bucket(0, 0, 0, self.loss).perplexity
+
+    @classmethod
+    def joined(cls, reports: Sequence[EvaluationReport]) -> EvaluationReport:
+        """One report on the sequences of several."""
+
+        def join(name: str) -> tuple[Any, ...]:
+            return tuple(itertools.chain.from_iterable(getattr(r, name) for r in reports))
+
+        return cls(join("lengths"), join("labels"), join("label_weights"), join("sequence_losses"))
 
     def buckets(self, limits: Sequence[int] = (1024, 4096, 16384, 65536)) -> tuple[Bucket, ...]:
         """Loss by document length; the last bucket holds what is longer than every limit."""
@@ -58,11 +76,36 @@ class EvaluationReport:
         edges = [0, *sorted(limits), max(2**62, *limits)]
         for low, high in itertools.pairwise(edges):
             inside = [i for i, n in enumerate(self.lengths) if low < n <= high]
-            count = sum(self.labels[i] for i in inside)
-            if count:
-                total = sum(self.sequence_losses[i] for i in inside)
-                found.append(Bucket(high, len(inside), count, total / count))
+            weight = math.fsum(self.label_weights[i] for i in inside)
+            if weight:
+                total = math.fsum(self.sequence_losses[i] for i in inside)
+                count = sum(self.labels[i] for i in inside)
+                found.append(Bucket(high, len(inside), count, total / weight))
         return tuple(found)
+
+
+def batches_of(given: Iterable[Any]) -> Iterator[Any]:
+    """The batches that an evaluation takes: an iterator's next one, or all of a list or loader.
+
+    Raises DataEndError where there is none, DataError for an iterable that may never end.
+    """
+    if isinstance(given, Iterator):
+        batches: Iterator[Any] = itertools.islice(given, 1)
+    elif isinstance(given, Sized):
+        batches = iter(given)
+    else:
+        raise DataError(
+            f"eval_batch got a {type(given).__name__} that does not say how many batches it has: "
+            "give it iter(...) of it for one batch, or a list for all of them"
+        )
+    # no generator: what a StopIteration leaves becomes a RuntimeError
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise DataEndError(
+            "eval_batch got no batch: the list is empty or the iterator has ended"
+        ) from None
+    return itertools.chain([first], batches)
 
 
 def forward_only(plan: Plan) -> Plan:
@@ -95,9 +138,5 @@ def run_evaluation(
     losses = totals.tolist()
     check_all_took_part(losses.pop(), "evaluation")
     labels = tuple(int(np.count_nonzero(row != IGNORE_INDEX)) for row in whole.labels)
-    return EvaluationReport(
-        loss=math.fsum(losses) / whole.label_weight,
-        lengths=whole.lengths,
-        labels=labels,
-        sequence_losses=tuple(losses),
-    )
+    weights = tuple(float(row.sum()) for row in whole.weights) or tuple(map(float, labels))
+    return EvaluationReport(whole.lengths, labels, weights, tuple(losses))

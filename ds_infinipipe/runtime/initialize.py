@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_infinipipe.errors import ConfigError, DataError
 from ds_infinipipe.model.hf import max_positions
 from ds_infinipipe.planner.model_states import reduce_bucket_elements
 from ds_infinipipe.runtime.agree import raise_together, refusing
+from ds_infinipipe.runtime.batch import check_context_length
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.module import InfiniPipeModule
 
@@ -126,6 +127,7 @@ class StepLoader:
         with raise_together("the training data"):
             size = len(dataset)
             check_lengths(dataset, max_positions(engine.module.hf_config))
+            check_context_length(list(getattr(dataset, "lengths", ())), data)
             self.sampler = SequenceSampler(
                 size,
                 engine.sequences_per_step,
@@ -137,8 +139,22 @@ class StepLoader:
         self._collate = collate_fn
 
     def __iter__(self) -> Iterator[Any]:
-        for ids in self.sampler:
-            yield _collate(self._collate, [self._dataset[i] for i in ids])
+        return _StepIterator(self)
+
+    def batch(self, ids: Sequence[int]) -> Any:
+        """The items of these numbers, collated."""
+        return _collate(self._collate, [self._dataset[i] for i in ids])
+
+
+class _StepIterator(Iterator[Any]):
+    """Goes on where the loader's sampler stands; by `loader` the engine knows its own data."""
+
+    def __init__(self, loader: StepLoader) -> None:
+        self.loader = loader
+        self._ids = iter(loader.sampler)
+
+    def __next__(self) -> Any:
+        return self.loader.batch(next(self._ids))
 
 
 class StreamLoader:

@@ -133,13 +133,17 @@ class StepReport:
         return (
             f"step {self.step} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
             f"{self.tokens_per_s:,.0f} tokens/s | {self.sequences} sequences, {self.tokens:,} "
-            f"tokens, {self.padding_tokens} padding | {sum(self.chunks.values())} chunks ({kinds}) "
-            f"in {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} | "
+            f"tokens, {self.padding_tokens} padding{self._left_out()} | "
+            f"{sum(self.chunks.values())} chunks ({kinds}) in {self.pipelines} "
+            f"pipeline{'s' if self.pipelines != 1 else ''} | "
             f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
             f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "
             f"{self.predicted_bubble_ratio:.0%}), exposed communication "
             f"{self.exposed_communication:.0%}{self._peak()} | {self._planning()}{self._repeats()}"
         )
+
+    def _left_out(self) -> str:
+        return f", {self.without_label} left out without a label" if self.without_label else ""
 
     def _peak(self) -> str:
         memory = self.measured_memory

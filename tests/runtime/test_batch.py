@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_infinipipe.errors import DataError
+from ds_infinipipe.config import DataSettings
+from ds_infinipipe.errors import DataError, InfiniPipeError
 from ds_infinipipe.planner.types import Chunk, Slice
-from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch
-from ds_infinipipe.runtime.feed import BatchFeed
+from ds_infinipipe.runtime.batch import IGNORE_INDEX, StepBatch, check_context_length
+from ds_infinipipe.runtime.feed import BatchFeed, Feeds
 
 
 def _batch(*lengths: int) -> StepBatch:
@@ -108,5 +109,36 @@ def test_the_feed_looks_one_batch_ahead_and_keeps_errors_for_their_step() -> Non
     assert feed.peek() is None
     with pytest.raises(DataError):
         feed.next()
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration, match="ended after 3 batches"):
         feed.next()
+
+
+def test_a_mapping_is_no_batch_and_a_number_no_sample() -> None:
+    with pytest.raises(DataError, match="must be a list of samples"):
+        StepBatch.from_samples({"input_ids": [[1, 2]]}, 10, 10)
+    with pytest.raises(DataError, match="a batch is a list of samples"):
+        StepBatch.from_samples([1, 2, 3], 10, 10)
+
+
+def test_a_context_length_that_was_asked_for_holds_for_all_data() -> None:
+    check_context_length([3, 5000], DataSettings())
+    check_context_length([3, 100], DataSettings(context_length=100))
+    with pytest.raises(DataError, match=r"sequence 1 has 101 tokens.*is 100 \(1 of 2"):
+        check_context_length([3, 101], DataSettings(context_length=100))
+
+
+def test_training_data_goes_on_behind_batches_of_the_users_own() -> None:
+    feeds: Feeds[int] = Feeds(int)
+    with pytest.raises(InfiniPipeError, match="no data"):
+        feeds.of(None)
+    own, other = iter([7, 8, 9]), [20]
+    assert feeds.of(own).next() == 7
+    assert feeds.of(None).next() == 8  # nothing else was ever given
+    feeds.set_training(iter([1, 2, 3]))
+    assert [feeds.of(None).next(), feeds.of(own).next(), feeds.of(None).next()] == [1, 9, 2]
+    assert feeds.of(other).next() == 20
+    assert (feeds.of(None).peek(), feeds.num_ahead) == (3, 1)
+    assert feeds.of(other).peek() is None
+    assert feeds.num_ahead == 1
+    feeds.forget()
+    assert feeds.num_ahead == 0

@@ -10,8 +10,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from ds_infinipipe.data.sampler import SequenceSampler
+from ds_infinipipe.errors import DataEndError, DataError
 from ds_infinipipe.runtime import selftest
-from ds_infinipipe.runtime.evaluate import EvaluationReport
+from ds_infinipipe.runtime.evaluate import EvaluationReport, batches_of
 from ds_infinipipe.runtime.selftest import FLOAT64_LIMIT, Case, Reference
 
 pytestmark = pytest.mark.ranks
@@ -72,7 +74,8 @@ def test_sequence_losses_add_up_and_are_the_same_on_all_ranks() -> None:
 
 
 def test_buckets_weigh_by_labels_and_leave_empty_ones_out() -> None:
-    report = EvaluationReport(1.5, (10, 2000, 3000, 99999), (9, 4, 6, 2), (18.0, 4.0, 3.0, 2.0))
+    weights = (9.0, 4.0, 6.0, 2.0)
+    report = EvaluationReport((10, 2000, 3000, 99999), (9, 4, 6, 2), weights, (18.0, 4.0, 3.0, 2.0))
     buckets = report.buckets((1024, 4096, 8192))
     assert [(b.max_length, b.sequences, b.labels, b.loss) for b in buckets] == [
         (1024, 1, 9, 2.0),
@@ -81,3 +84,40 @@ def test_buckets_weigh_by_labels_and_leave_empty_ones_out() -> None:
     ]
     assert buckets[0].perplexity == pytest.approx(math.exp(2.0))
     assert torch.isfinite(torch.tensor(report.perplexity))
+
+
+def _reports(rank: int, case: Case) -> list[tuple[float, int]]:
+    engine = selftest.build_engine(case)
+    batches = [_samples(selftest.random_batch(case, step)) for step in range(3)]
+    iterator = iter(batches)
+    found = []
+    for given in (batches, iterator, iterator, [batches[2]]):
+        loss = float(engine.eval_batch(given))
+        assert engine.evaluation is not None
+        found.append((loss, sum(engine.evaluation.labels)))
+    engine.close()
+    return found
+
+
+def test_a_list_is_evaluated_whole_and_an_iterator_batch_by_batch() -> None:
+    case = Case("llama", 1, 1, zero_stage=0, float64=True, num_layers=1)
+    (whole, *parts) = run_ranks(_reports, 1, case, timeout=120.0)[0]
+    assert whole[1] == sum(labels for _, labels in parts)
+    mean = sum(loss * labels for loss, labels in parts) / whole[1]
+    assert whole[0] == pytest.approx(mean, abs=1e-12)
+    assert len({loss for loss, _ in parts}) == 3
+
+
+def test_evaluating_nothing_or_without_end_is_refused() -> None:
+    with pytest.raises(DataEndError, match="no batch"):
+        list(batches_of([]))
+    with pytest.raises(StopIteration):
+        list(batches_of(iter(())))
+    with pytest.raises(DataError, match=r"iter\(\.\.\.\)"):
+        list(batches_of(SequenceSampler(3, 2)))
+
+
+def test_weighted_labels_weigh_in_buckets_too() -> None:
+    report = EvaluationReport((10, 20), (9, 4), (4.5, 0.5), (9.0, 2.0))
+    assert report.loss == pytest.approx(11.0 / 5.0)
+    assert report.buckets((16,))[1].loss == pytest.approx(4.0)

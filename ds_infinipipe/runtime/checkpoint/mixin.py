@@ -55,7 +55,7 @@ class CheckpointMixin:
     sharding: Any
     stage_id: int
     training_dataloader: Any
-    _feed: Any
+    _feeds: Any
 
     def save_checkpoint(
         self,
@@ -193,8 +193,8 @@ class CheckpointMixin:
         sampler = getattr(self.training_dataloader, "sampler", None)
         if sampler is None:
             return None
-        ahead = 0 if self._feed is None else self._feed.num_ahead
-        state: dict[str, Any] = sampler.state_dict(pending=min(ahead, sampler.next_step))
+        pending = min(self._feeds.num_ahead, sampler.next_step)
+        state: dict[str, Any] = sampler.state_dict(pending=pending)
         return state
 
     # ---- loading
@@ -254,8 +254,7 @@ class CheckpointMixin:
                 )
             return
         sampler.load_state_dict(manifest.sampler)
-        if self._feed is not None:
-            self._feed.forget()
+        self._feeds.forget()
 
     def _restore_progress(self, manifest: Manifest) -> None:
         self.global_steps = manifest.global_steps
