@@ -17,8 +17,8 @@ from ds_infinipipe.deepspeed_json import (
     SECTION,
     derive_deepspeed_settings,
     read_deepspeed_json,
+    refuse_misspelt_keys,
     sequences_per_step,
-    warn_unknown_keys,
 )
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.json_file import read_json_object
@@ -342,11 +342,11 @@ class InfiniPipeConfig(_Section):
     def from_deepspeed(cls, source: str | Path | Mapping[str, Any]) -> InfiniPipeConfig:
         """The section of a DeepSpeed JSON, given as a file or as a dictionary.
 
-        An absent section means all defaults. Raises ConfigError naming field, value and repair;
-        unknown top-level keys of the rest are logged.
+        An absent section means all defaults. Raises ConfigError naming field, value and repair,
+        also for a misspelt top-level key of the rest.
         """
         config = read_deepspeed_json(source)
-        warn_unknown_keys(config)
+        refuse_misspelt_keys(config)
         return cls.from_section(config.get(SECTION, {}))
 
     @classmethod

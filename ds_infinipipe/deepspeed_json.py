@@ -1,7 +1,7 @@
 """The DeepSpeed side of the configuration file: reading it, its keys, what DeepSpeed needs of it.
 
 DeepSpeed keeps unknown top-level sections untouched, which is where `"infinipipe"` lives, but it
-says nothing about misspelt ones; `warn_unknown_keys` does.
+says nothing about misspelt ones; `refuse_misspelt_keys` does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "derive_deepspeed_settings",
     "offloads_optimizer",
     "read_deepspeed_json",
+    "refuse_misspelt_keys",
     "require_optimizer",
     "sequences_per_step",
     "warn_unknown_keys",
@@ -99,6 +100,9 @@ DEEPSPEED_KEYS = frozenset(
     }
 )
 
+_KNOWN = DEEPSPEED_KEYS | {SECTION}
+# from here on a key is taken for a misspelt one: "optim" is, "training" and "meta" are not
+_LIKENESS = 0.7
 
 # "auto" here means DeepSpeed's or the optimizer's own default
 _AUTO_SECTIONS = (
@@ -137,25 +141,28 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def warn_unknown_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Log every top-level key DeepSpeed does not know; returns the messages.
+def refuse_misspelt_keys(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a top-level key that is no key of DeepSpeed's but looks like one.
 
-    Raises ConfigError where the unknown key is our own section misspelt, because all of its
-    settings would be lost.
+    DeepSpeed would train without what it asks for. Keys that begin with "_" are notes.
     """
-    known = DEEPSPEED_KEYS | {SECTION}
-    messages = []
-    for key in config:
-        if key in known:
-            continue
-        if SECTION not in config and difflib.get_close_matches(key.lower(), [SECTION], cutoff=0.8):
-            raise ConfigError(f"section {key!r} is unknown; did you mean {SECTION!r}?")
-        matches = difflib.get_close_matches(key, sorted(known), n=2, cutoff=0.6)
-        hint = f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
-        messages.append(f"key {key!r} of the DeepSpeed configuration is unknown{hint}")
-    for message in messages:
-        logger.warning("%s", message)
-    return tuple(messages)
+    for key in _unknown_keys(config):
+        matches = difflib.get_close_matches(key.lower(), sorted(_KNOWN), n=2, cutoff=_LIKENESS)
+        if matches:
+            raise ConfigError(
+                f"key {key!r} of the DeepSpeed configuration is unknown; did you mean "
+                f"{' or '.join(map(repr, matches))}? If it is a note, call it '_{key}'"
+            )
+
+
+def warn_unknown_keys(config: Mapping[str, Any]) -> None:
+    """Log the top-level keys that neither DeepSpeed nor we read; for one rank of a run."""
+    for key in _unknown_keys(config):
+        logger.warning("key %r of the DeepSpeed configuration is unknown: nothing reads it", key)
+
+
+def _unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    return [key for key in map(str, config) if key not in _KNOWN and not key.startswith("_")]
 
 
 def sequences_per_step(config: Mapping[str, Any]) -> int:
@@ -175,6 +182,7 @@ def check_deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError for settings that cannot work here.
     """
     checked = _normalise(copy.deepcopy({k: v for k, v in config.items() if k != SECTION}))
+    refuse_misspelt_keys(checked)
     refuse_unsupported(checked)
     sequences_per_step(checked)
     _drop_auto(checked, ())

@@ -118,14 +118,14 @@ def redigested(change: Callable[[dict[str, Any]], object]) -> Callable[[str], st
         (redigested(lambda p: p["predicted"]["peak_bytes"].__setitem__(0, 1)), "peak of 1 bytes"),
     ],
 )
-def test_a_damaged_plan_is_exit_code_1_and_says_what_is_wrong(
+def test_a_damaged_plan_is_bad_input_and_says_what_is_wrong(
     plan_file: Path,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[str], str],
     expected: str,
 ) -> None:
     plan_file.write_text(damage(plan_file.read_text()))
-    assert main(["show", str(plan_file)]) == 1
+    assert main(["show", str(plan_file)]) == 2
     text = capsys.readouterr().err
     assert text.startswith(f"infinipipe show: {plan_file}: ")
     assert expected in text
@@ -151,8 +151,8 @@ def test_a_plan_with_any_value_replaced_is_shown_or_refused_but_never_crashes(
         node[key] = rng.choice([None, -1, 3.5, "x", [], {}, 10**30, True])
         plan_file.write_text(json.dumps(plan))
         codes.append(main(["show", str(plan_file)]))
-    assert set(codes) <= {0, 1}
-    assert codes.count(1) > 120
+    assert set(codes) <= {0, 2}
+    assert codes.count(2) > 120
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -186,7 +186,7 @@ def test_bytes_that_are_no_text_are_no_plan(
 ) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(b"\xff\xfe\x00")
-    assert main(["show", str(file)]) == 1
+    assert main(["show", str(file)]) == 2
     assert "it is not UTF-8 text" in capsys.readouterr().err
 
 

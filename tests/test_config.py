@@ -18,7 +18,13 @@ from ds_infinipipe.config import (
     derive_deepspeed_config,
     sequences_per_step,
 )
-from ds_infinipipe.deepspeed_json import DEEPSPEED_KEYS, read_deepspeed_json, warn_unknown_keys
+from ds_infinipipe.deepspeed_json import (
+    DEEPSPEED_KEYS,
+    check_deepspeed_settings,
+    read_deepspeed_json,
+    refuse_misspelt_keys,
+    warn_unknown_keys,
+)
 from ds_infinipipe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,20 +141,42 @@ def test_lists_of_paths_and_patterns_are_accepted() -> None:
     assert config.data.patterns == ("*.py",)
 
 
-def test_a_misspelt_section_is_an_error_because_its_settings_would_be_lost() -> None:
-    with pytest.raises(ConfigError, match="'infinipip' is unknown; did you mean 'infinipipe'"):
-        InfiniPipeConfig.from_deepspeed({"infinipip": {"parallel": {"pp": 2}}})
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("gradient_cliping", "gradient_clipping"),
+        ("zero_optimisation", "zero_optimization"),
+        ("Optimizer", "optimizer"),
+        ("lr_scheduler", "scheduler"),
+        ("infinipip", "infinipipe"),
+    ],
+)
+def test_a_top_level_key_that_resembles_a_known_one_is_an_error(key: str, meant: str) -> None:
+    config = {"train_batch_size": 4, key: {}}
+    for check in (InfiniPipeConfig.from_deepspeed, check_deepspeed_settings):
+        with pytest.raises(ConfigError, match=f"key '{key}' of .* is unknown; did you .*'{meant}'"):
+            check(config)
 
 
-def test_unknown_top_level_keys_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    InfiniPipeConfig.from_deepspeed({"zero_optimisation": {}, "infinipipe": {}, "my_notes": 1})
-    assert "'zero_optimisation' of the DeepSpeed configuration is unknown; did you" in caplog.text
-    assert "'zero_optimization'" in caplog.text
-    assert "'my_notes' of the DeepSpeed configuration is unknown" in caplog.text
+def test_other_unknown_keys_are_warned_about_and_notes_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = {"train_batch_size": 4, "my_notes": 1, "_comment": "", "meta": {}}
+    InfiniPipeConfig.from_deepspeed(config)
+    check_deepspeed_settings(config)
+    assert caplog.messages == []
+    warn_unknown_keys(config)
+    assert caplog.messages == [
+        f"key '{key}' of the DeepSpeed configuration is unknown: nothing reads it"
+        for key in ("my_notes", "meta")
+    ]
 
 
-def test_keys_deepspeed_knows_are_not_warned_about() -> None:
-    assert warn_unknown_keys(dict.fromkeys(DEEPSPEED_KEYS)) == ()
+def test_keys_deepspeed_knows_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    keys = dict.fromkeys(DEEPSPEED_KEYS)
+    refuse_misspelt_keys(keys)
+    warn_unknown_keys(keys)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

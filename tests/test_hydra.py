@@ -86,6 +86,7 @@ def test_an_experiment_has_the_last_word_but_one(tmp_path: Path) -> None:
         ("infinipipe.planner.recompte=full", "did you mean 'recompute'?"),
         ("+infinipipe.planner.recompte=full", "did you mean 'recompute'?"),
         ("train_batchsize=4", "Could not override 'train_batchsize'"),
+        ("+train_batch_sise=16", "'train_batch_sise' of the DeepSpeed configuration is unknown"),
         ("data=folder", "infinipipe.data.path"),
         ("planner", "missing EQUAL"),
     ],

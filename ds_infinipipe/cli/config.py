@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.config import InfiniPipeConfig
-from ds_infinipipe.deepspeed_json import check_deepspeed_settings
+from ds_infinipipe.deepspeed_json import check_deepspeed_settings, warn_unknown_keys
 from ds_infinipipe.errors import ConfigError
 
 __all__ = ["add_arguments", "allow_new_keys", "compose_config", "config_text", "run"]
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = config_text(compose_config(args.overrides))
+    config = compose_config(args.overrides)
+    warn_unknown_keys(config)
+    text = config_text(config)
     if args.output is None:
         print(text, end="")
         return 0

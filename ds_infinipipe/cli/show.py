@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         plan = Plan.from_json(text)
         verify_plan(plan)
     except ScheduleError as error:
-        raise ScheduleError(f"{args.plan}: {error}") from error
+        # the file is at fault here, not the planner
+        raise ConfigError(f"{args.plan}: {error}") from error
     print("\n\n".join([plan_summary(plan), memory_table(plan), recompute_text(plan)]))
     write_views(args, plan)
     return 0
@@ -43,7 +44,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path} is not a plan file: it is not UTF-8 text") from error
+        raise ConfigError(f"{path} is not a plan file: it is not UTF-8 text") from error
 
 
 def _refuse_configurations(path: str, text: str) -> None:

@@ -53,7 +53,10 @@ def load_hf_config(source: str | Path | Mapping[str, Any] | PreTrainedConfig) ->
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
     except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"transformers cannot read this {kind} config: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"transformers cannot read this {kind} config: {reason}; correct it in the model config"
+        ) from error
     _check(config)
     config._attn_implementation = ATTENTION_NAME
     return config

@@ -186,10 +186,12 @@ def model_from_hf(config: Mapping[str, Any], name: str = "") -> ModelSpec:
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     kv_heads = _optional_size(config, "num_key_value_heads")
     head_dim = _optional_size(config, "head_dim")
-    if head_dim is None and hidden % heads:
+    # transformers refuses such a llama, with a head_dim too
+    if hidden % heads and (head_dim is None or kind == "llama"):
+        repair = "" if kind == "llama" else ", or give head_dim"
         raise ConfigError(
             f"the model config gives hidden_size = {hidden}, no multiple of num_attention_heads = "
-            f"{heads}: give head_dim, or other sizes"
+            f"{heads}: make it one, such as {heads * (hidden // heads + 1)}{repair}"
         )
     tied = config.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):

@@ -317,7 +317,10 @@ class Plan:
             data = json.loads(text)
             plan, stated = cls._from_mapping(data), data["digest"]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ScheduleError(f"not a plan file of version {PLAN_VERSION}: {error!r}") from error
+            raise ScheduleError(
+                f"not a plan file of version {PLAN_VERSION} ({error!r}): it is another file, or "
+                "cut off or edited; plan the batch again"
+            ) from error
         if stated != plan.digest():
             raise ScheduleError(
                 f"the plan file states digest {str(stated)[:12]} but its content has "

@@ -22,7 +22,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_infinipipe.config import InfiniPipeConfig, derive_deepspeed_config
-from ds_infinipipe.deepspeed_json import offloads_optimizer, read_deepspeed_json
+from ds_infinipipe.deepspeed_json import (
+    offloads_optimizer,
+    read_deepspeed_json,
+    warn_unknown_keys,
+)
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
 from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
@@ -90,6 +94,8 @@ class InfiniPipeModule(PipelineModule):
         init_distributed(self.settings.runtime.timeout_s)
         whole = read_deepspeed_json(config)
         check_same_config(whole)
+        if dist.get_rank() == 0:
+            warn_unknown_keys(whole)
         world_size = dist.get_world_size()
         self.deepspeed_config = derive_deepspeed_config(whole, world_size)
         self.zero_stage = int(self.deepspeed_config["zero_optimization"]["stage"])

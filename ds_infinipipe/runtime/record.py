@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_infinipipe.errors import DataError, InfiniPipeError
+from ds_infinipipe.errors import DataError, ScheduleError
 from ds_infinipipe.planner.types import Plan
 from ds_infinipipe.runtime.batch import StepBatch
 
@@ -33,14 +33,17 @@ def save_step(folder: str | Path, name: str, plan: Plan, batch: StepBatch) -> Pa
 def load_step(path: str | Path) -> tuple[Plan, StepBatch]:
     """Read what `save_step` wrote, by the path of the plan.
 
-    Raises DataError where plan and batch do not belong together or a file is missing.
+    Raises DataError where plan and batch do not belong together, or one is missing or damaged.
     """
     path = Path(path)
     arrays_path = path.with_suffix(".npz")
     for file in (path, arrays_path):
         if not file.is_file():
             raise DataError(f"{file} does not exist; a recorded step is a .json and a .npz file")
-    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
     try:
         with np.load(arrays_path) as arrays:
             ids = tuple(arrays[f"ids_{i}"] for i in range(len(plan.lengths)))
@@ -51,5 +54,5 @@ def load_step(path: str | Path) -> tuple[Plan, StepBatch]:
         raise DataError(f"{arrays_path} is damaged or of another step: {error}") from error
     batch = StepBatch(ids, labels, weights)
     if batch.lengths != plan.lengths:
-        raise InfiniPipeError(f"{arrays_path} has other sequence lengths than the plan {path}")
+        raise DataError(f"{arrays_path} has other sequence lengths than the plan {path}")
     return plan, batch

@@ -54,6 +54,11 @@ def test_rope_settings_of_older_configs_are_understood() -> None:
         ("llama", {"pad_token_id": 50}, "pad_token_id 50 is outside the vocabulary of 50"),
         ("llama", {"num_attention_heads": "many"}, "num_attention_heads = 'many'"),
         ("llama", {"rms_norm_eps": "small"}, "cannot read this llama config"),
+        (
+            "llama",
+            {"hidden_size": 30, "num_attention_heads": 4, "head_dim": 8},
+            "hidden_size = 30, no multiple of num_attention_heads = 4: make it one, such as 32$",
+        ),
         ("qwen3", {"head_dim": -8}, "head_dim = -8; it must be an integer of at least 1"),
         ("llama", {"head_dim": 0}, "head_dim = 0; it must be"),
         ("llama", {"hidden_act": "sillu"}, "hidden_act is 'sillu', which transformers does not"),
@@ -65,8 +70,9 @@ def test_rope_settings_of_older_configs_are_understood() -> None:
 def test_a_model_that_would_not_train_exactly_is_refused(
     kind: str, changes: dict, reason: str
 ) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
         load_hf_config(tiny_config(kind, **changes))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,13 @@ def test_a_recorded_step_without_its_batch_is_refused(tmp_path: Path) -> None:
         load_step(tmp_path / "none.json")
 
 
+def test_a_recorded_step_that_was_cut_off_is_refused_as_bad_input(tmp_path: Path) -> None:
+    for name in ("step.json", "step.npz"):
+        (tmp_path / name).write_text('{"version": 3, ')
+    with pytest.raises(DataError, match=r"step\.json: not a plan file of version 3 .*plan the"):
+        load_step(tmp_path / "step.json")
+
+
 def _monitored(rank: int, folder: str) -> None:
     config = selftest.make_config(_CASE)
     config["infinipipe"]["debug"] = {"meter_memory": True}
