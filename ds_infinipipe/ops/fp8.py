@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.loss_memory import SCRATCH_ELEMENTS
+from ds_infinipipe.planner.fp8_memory import SCRATCH_ELEMENTS
 
 __all__ = ["RECIPES", "Fp8Linear", "Fp8Recipe", "check_fp8", "fp8_product", "quantise"]
 

@@ -7,10 +7,18 @@ MemoryModel, so each figure here is of the moment of a product, for T tokens of 
 
 from __future__ import annotations
 
-from ds_infinipipe.planner.loss_memory import SCRATCH_ELEMENTS
 from ds_infinipipe.planner.specs import ModelSpec
 
-__all__ = ["forward_bytes", "input_gradient_bytes", "product_bytes", "ungraphed_bytes"]
+__all__ = [
+    "SCRATCH_ELEMENTS",
+    "forward_bytes",
+    "input_gradient_bytes",
+    "product_bytes",
+    "ungraphed_bytes",
+]
+
+SCRATCH_ELEMENTS = 2**24
+"""Most elements of an operand in float32 at a time: 64 MiB, as many small kernels take long."""
 
 
 def product_bytes(rows: int, columns: int, inner: int, dtype_bytes: int) -> int:
