@@ -30,6 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def _config(corpus: Path, folder: Path) -> dict[str, Any]:
     config = tiny_run(corpus, "infinipipe.parallel.pp=2", "infinipipe.parallel.sp=1")
     config["infinipipe"]["training"]["steps"] = STEPS
+    config["infinipipe"]["runtime"]["timeout_s"] = 200.0
     config["infinipipe"]["checkpoint"] = {"save_dir": str(folder / "saved"), "every_steps": 3}
     config["infinipipe"]["debug"] = {"dump_plans": str(folder / "plans")}
     return config
@@ -48,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """The uninterrupted run: its folder and losses."""
     folder = tmp_path_factory.mktemp("plain")
-    losses, _ = run_ranks(_train, 2, _config(corpus, folder), timeout=120.0)
+    losses, _ = run_ranks(_train, 2, _config(corpus, folder), timeout=250.0)
     return folder, losses
 
 
@@ -76,7 +77,7 @@ class _Torchrun:
 
     def kill_rank(self, rank: int, after: Path) -> None:
         """As soon as there is a file at `after`."""
-        assert wait_until(after.is_file, 120.0), self.log.read_text()
+        assert wait_until(after.is_file, 300.0), self.log.read_text()
         for pid, variables in processes_with(self.mark).items():
             # its planning worker has the same variables, but another parent
             if variables.get("RANK") == str(rank) and _parent(pid) in [a.pid for a in self.agents]:
@@ -85,7 +86,7 @@ class _Torchrun:
     def end(self) -> str:
         """What all of them wrote, after they ended well and left nothing behind."""
         try:
-            codes = [agent.wait(150.0) for agent in self.agents]
+            codes = [agent.wait(300.0) for agent in self.agents]
         finally:
             for pid in processes_with(self.mark) if self._any_running() else ():
                 os.kill(pid, signal.SIGKILL)
@@ -162,7 +163,7 @@ def test_a_run_that_fails_in_every_restart_ends_with_the_cause(
     config = _config(corpus, tmp_path)
     config["infinipipe"]["parallel"]["pp"] = 3
     run = _Torchrun(tmp_path, config, options)
-    assert run.agents[0].wait(120.0) == 1
+    assert run.agents[0].wait(300.0) == 1
     said = run.log.read_text()
     message = "pp 3 x sp 1 x dp 1 = 3 ranks, but 2 were started"
     assert len(re.findall(r"^infinipipe train \(rank 0\): .*" + message, said, re.M)) == 3
