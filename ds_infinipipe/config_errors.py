@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -58,4 +58,16 @@ def _describe_field(
     )
     if first["type"] == "value_error":
         return f"{path}: {' or '.join(reasons)}"
-    return f"{path} is {json.dumps(first['input'], default=repr)}: {' or '.join(reasons)}"
+    meaning = _meaning(root, names[1:])
+    return f"{path} is {json.dumps(first['input'], default=repr)}: {' or '.join(reasons)}{meaning}"
+
+
+def _meaning(root: type[BaseModel], names: Sequence[str]) -> str:
+    """A field's docstring, in brackets: what to give, its unit and its default."""
+    model: type[BaseModel] | None = root
+    text = None
+    for name in names:
+        field = None if model is None else model.model_fields.get(name)
+        text = None if field is None else field.description
+        model = None if model is None else _section_of(model, name)
+    return f" ({' '.join(text.split())})" if text else ""

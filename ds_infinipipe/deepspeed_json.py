@@ -169,8 +169,9 @@ def sequences_per_step(config: Mapping[str, Any]) -> int:
     """`train_batch_size`: sequences per optimizer step; ConfigError unless it is at least 1."""
     value = config.get("train_batch_size")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        state = "missing" if "train_batch_size" not in config else repr(value)
         raise ConfigError(
-            f"train_batch_size is {value!r}; give the number of sequences of one optimizer step, "
+            f"train_batch_size is {state}; give the number of sequences of one optimizer step, "
             "an integer of at least 1"
         )
     return value

@@ -60,12 +60,18 @@ def read_json_object(
     """
     try:
         content = parse_json(Path(path).read_text(encoding="utf-8-sig"), pairs_hook)
+    except FileNotFoundError as error:
+        # relative paths are the usual reason
+        where = "" if Path(path).is_absolute() else f", seen from {Path.cwd()}"
+        raise ConfigError(
+            f"{what} {path} cannot be read: there is no such file{where}; give its path"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path} cannot be read: it is not UTF-8, {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{what} {path} is not JSON: {error}") from error
+        raise ConfigError(f"{what} {path} is not JSON: {error}; correct it there") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{what} {path} must hold one JSON object")
     return content

@@ -236,7 +236,7 @@ def test_the_module_and_the_console_script_are_the_same_program() -> None:
         (None, [], "absent.json cannot be read"),
         ({}, [], "no model: give infinipipe.model.path"),
         ({"infinipipe": {"planer": {}}}, [], "did you mean 'planner'?"),
-        ({"infinipipe": {"model": {"config": TINY}}}, [], "train_batch_size is None"),
+        ({"infinipipe": {"model": {"config": TINY}}}, [], "train_batch_size is missing"),
         ({"infinipipe": {"model": {"config": TINY}}}, ["--steps", "0"], "training.steps is 0"),
         ({"infinipipe": {"model": {"config": TINY}}}, ["steps"], "'steps' is not an override"),
         (

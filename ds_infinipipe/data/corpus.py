@@ -25,6 +25,7 @@ from ds_infinipipe.errors import DataError
 __all__ = ["Corpus", "CorpusCounts", "DocumentSource", "read_corpus"]
 
 _WHOLE_FILE = -1
+_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,14 @@ class Corpus:
         return len(self.lengths)
 
     def name(self, document: int) -> str:
-        """The file of a document, and for JSONL where in it: for error messages."""
-        path, offset = self.scan.files[self.files[document]], int(self.offsets[document])
-        return path if offset == _WHOLE_FILE else f"{path} at offset {offset}"
+        """The file of a document, and for JSONL its line: for error messages."""
+        path, offset = self.scan.files[int(self.files[document])], int(self.offsets[document])
+        if offset == _WHOLE_FILE:
+            return path
+        try:
+            return f"{path}, line {_line_number(path, offset)}"
+        except OSError:  # the file is gone
+            return f"{path} at {'line' if is_packed(path) else 'byte'} offset {offset}"
 
     def read(self, document: int) -> Tokens:
         """A document, `lengths[document]` tokens; DataError if the file changed since."""
@@ -197,6 +203,9 @@ class _Gauge:
         except (OSError, EOFError, ValueError) as error:
             where = f"{path}, line {position.line}" if is_line else path
             raise DataError(f"{where}: {error}") from error
+        if not len(tokens.ids):
+            self.counts.empty += 1
+            return 0
         if not tokens.has_label:
             self.counts.without_label += 1
             return 0
@@ -221,6 +230,18 @@ def _read(path: str, offset: int, unpacked: dict[str, list[bytes]]) -> bytes:
             return stream.read()
         stream.seek(offset)
         return stream.readline()
+
+
+def _line_number(path: str, offset: int) -> int:
+    """From 1; reads the file up to there, as only byte offsets are kept."""
+    if is_packed(path):
+        return offset + 1
+    number, left = 1, offset
+    with open_bytes(path) as stream:
+        while left and (block := stream.read(min(left, _BLOCK_BYTES))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number
 
 
 def _describe_nothing(source: DocumentSource, scan: FileScan, counts: CorpusCounts) -> str:

@@ -161,7 +161,10 @@ def _check_range(ids: NDArray[np.int64], vocab_size: int | None, what: str = "to
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
-        raise ValueError(f"{what} {low} is negative")
+        raise ValueError(
+            f"{what} {low} is negative: ids start at 0, and -100 in 'labels' marks tokens that are "
+            "not trained on"
+        )
     if vocab_size is not None and high >= vocab_size:
         raise ValueError(
             f"{what} {high} is outside the model's vocabulary of {vocab_size}: "

@@ -25,6 +25,16 @@ from ds_infinipipe.planner.types import Chunk, Plan
 
 __all__ = ["ChunkSampler", "SequenceSampler", "Step"]
 
+# what a saved order depends on, and how it is made to fit again
+_RESTORE = {
+    "num_sequences": "the corpus, infinipipe.data.over_length, context_length or max_documents "
+    "has changed since: change it back",
+    "batch_size": "set train_batch_size back",
+    "seed": "set infinipipe.data.seed back",
+    "shuffle": "set infinipipe.data.shuffle back",
+    "drop_last": "set infinipipe.data.drop_last back",
+}
+
 
 class SequenceSampler:
     """Endless batches of sequence ids: each epoch is one pass in an order of its own.
@@ -110,13 +120,13 @@ class SequenceSampler:
             if state.get(name) != value:
                 raise ConfigError(
                     f"the saved data order has {name} {state.get(name)!r} but this run has "
-                    f"{value!r}: batches would repeat or skip sequences; use the saved value"
+                    f"{value!r}: batches would repeat or skip sequences; {_RESTORE[name]}, or set "
+                    "infinipipe.checkpoint.restore_data to false, which starts the data anew"
                 )
         self._next_step = int(state["next_step"])
 
     def _identity(self) -> dict[str, Any]:
-        names = ("num_sequences", "batch_size", "seed", "shuffle", "drop_last")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _RESTORE}
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
         if not self.shuffle:

@@ -23,6 +23,16 @@ __all__ = [
 
 _GIB = 2**30
 _MAX_COUNT = 1_000_000
+# fields that are whole numbers, and the most that works
+_WHOLE = {"num_nodes": _MAX_COUNT, "devices_per_node": _MAX_COUNT, "memory_bytes": 2**60}
+# by the end of a field's name
+_UNITS = {
+    "_bytes": "in bytes",
+    "_flops": "in operations a second",
+    "_bandwidth": "in bytes a second",
+    "_efficiency": "a share of the peak",
+    "_s": "in seconds",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +176,17 @@ def load_cluster(name_or_path: str) -> ClusterSpec:
             f"({CLUSTER_HELP})"
         )
     _check_names(given, base is not None, name_or_path)
+    for name, value in given.items():
+        # JSON's 8e9 is a float
+        if name in _WHOLE and isinstance(value, float) and value.is_integer():
+            given[name] = int(value)
     cluster = ClusterSpec(**given) if base is None else replace(base, **given)
     _check(cluster, name_or_path)
     return cluster
 
 
 def _check_names(given: Mapping[str, Any], has_base: bool, source: str) -> None:
-    known = [field.name for field in fields(ClusterSpec)]
+    known = ["base", *(field.name for field in fields(ClusterSpec))]
     for name in given:
         if name not in known:
             raise ConfigError(
@@ -186,10 +200,14 @@ def _check_names(given: Mapping[str, Any], has_base: bool, source: str) -> None:
         )
 
 
+def _unit(name: str) -> str:
+    """The unit of a field as its name ends, behind a comma."""
+    return next((f", {unit}" for end, unit in _UNITS.items() if name.endswith(end)), "")
+
+
 def _check(cluster: ClusterSpec, source: str) -> None:
     if not isinstance(cluster.name, str) or not cluster.name:
         raise ConfigError(f"cluster file {source}: name is {cluster.name!r}; it must be a text")
-    whole = {"num_nodes": _MAX_COUNT, "devices_per_node": _MAX_COUNT, "memory_bytes": 2**60}
     may_be_zero = {
         "zero_overlap",
         "collective_latency_s",
@@ -201,14 +219,15 @@ def _check(cluster: ClusterSpec, source: str) -> None:
         value = getattr(cluster, name)
         if name == "device_p2p_bandwidth" and value is None:
             continue
-        is_number = is_finite_number(value) and (name not in whole or isinstance(value, int))
+        is_number = is_finite_number(value) and (name not in _WHOLE or isinstance(value, int))
         if not is_number or value < 0 or (value == 0 and name not in may_be_zero):
-            kind = "whole number" if name in whole else "finite number"
+            kind = "whole number" if name in _WHOLE else "finite number"
             above = "of at least 0" if name in may_be_zero else "above 0"
             raise ConfigError(
                 f"cluster file {source}: {name} is {value!r}; it must be a {kind} {above}"
+                f"{_unit(name)}"
             )
-    for name, most in whole.items():
+    for name, most in _WHOLE.items():
         if getattr(cluster, name) > most:
             raise ConfigError(
                 f"cluster file {source}: {name} is {getattr(cluster, name)}; at most {most} works"

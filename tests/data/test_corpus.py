@@ -55,21 +55,22 @@ def test_text_files_are_read_in_path_order_as_bytes(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     write(tmp_path, a__py="same", b__py="same", empty__txt="", one__txt="x", image__png=b"\x89PNG")
+    write(tmp_path, line__jsonl=jsonl({"text": ""}))
     write(tmp_path, _hidden___c__py="hidden folder is named below")
     (tmp_path / "_hidden").rename(tmp_path / ".git")
     (tmp_path / "link.py").symlink_to(tmp_path / "a.py")
     (tmp_path / "linked").symlink_to(tmp_path / ".git")
     report = read(str(tmp_path)).report
     assert (report.documents, report.sequences, report.tokens) == (1, 1, 4)
-    assert report.counts.seen == 4
+    assert report.counts.seen == 5
     assert report.counts.duplicates == 1
-    assert report.counts.empty == 1
+    assert report.counts.empty == 2
     assert report.counts.without_label == 1
     assert report.scan.links == 2
     assert report.scan.hidden_folders == 1
     assert report.scan.unmatched == 1
     text = str(report)
-    for part in ("1 duplicates", "1 empty", "1 without a label", "2 symbolic links"):
+    for part in ("1 duplicates", "2 empty", "1 without a label", "2 symbolic links"):
         assert part in text
 
 
@@ -78,8 +79,8 @@ def test_jsonl_lines_hold_text_or_ids(tmp_path: Path) -> None:
     dataset = read(write(tmp_path, d__jsonl=rows + "\n"))
     assert dataset.lengths.tolist() == [6, 3]
     assert dataset[1]["input_ids"].tolist() == [5, 300, 7]
-    assert dataset.report.counts.without_label == 2
-    assert dataset.report.counts.empty == 1
+    assert dataset.report.counts.without_label == 1
+    assert dataset.report.counts.empty == 2
 
 
 def test_labels_come_with_their_ids(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_another_text_field_is_read_when_named(tmp_path: Path) -> None:
             '{"input_ids": [1, 2], "loss_mask": [0, 1]}',
             "line 2: 'loss_mask' is not supported: give 'labels'",
         ),
-        ('{"input_ids": [1, -3]}', "line 2: token id -3 is negative"),
+        ('{"input_ids": [1, -3]}', "line 2: token id -3 is negative: ids start at 0"),
         (
             '{"input_ids": [1, 400]}',
             "line 2: token id 400 is outside the model's vocabulary of 320",
@@ -307,6 +308,15 @@ def test_over_length_policies_do_what_they_say_and_report_it(
 def test_the_error_policy_names_the_longest_document(tmp_path: Path) -> None:
     path = write(tmp_path, a__txt=LONG, b__txt="short")
     with pytest.raises(DataError, match=r"1 of 2 documents are longer .*a\.txt with 21 tokens"):
+        read(path, context_length=10)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_line_that_is_too_long_is_named_by_its_number(tmp_path: Path, suffix: str) -> None:
+    content = jsonl({"text": "short"}, {"text": "\u00e4"}, {"text": LONG}).encode()
+    packed = content if suffix == "jsonl" else gzip.compress(content)
+    path = write(tmp_path, **{f"d__{suffix.replace('.', '__')}": packed})
+    with pytest.raises(DataError, match=rf"is .*d\.{suffix}, line 3 with 21 tokens"):
         read(path, context_length=10)
 
 

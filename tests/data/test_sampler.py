@@ -85,6 +85,8 @@ def test_a_state_of_another_order_is_refused() -> None:
     for other in (SequenceSampler(24, 5, seed=1), SequenceSampler(23, 6, seed=1)):
         with pytest.raises(ConfigError, match="repeat or skip sequences"):
             other.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"num_sequences 23 .* 24: .*data\.over_length.*anew"):
+        SequenceSampler(24, 5, seed=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="has seed 1 but this run has 2"):
         SequenceSampler(23, 5, seed=2).load_state_dict(state)
 

@@ -65,7 +65,12 @@ def test_a_name_gives_any_number_of_nodes_and_devices(kind: str) -> None:
         ({"base": "h100-80g-2x8", "peak_flop": 3}, "peak_flop is unknown; did you mean 'peak_fl"),
         ({"base": "h100-80g-2x8", "peak_flops": math.nan}, "peak_flops is nan; it must be a fini"),
         ({"base": "h100-80g-2x8", "gather_bandwidth": math.inf}, "gather_bandwidth is inf; it m"),
-        ({"base": "h100-80g-2x8", "p2p_latency_s": math.nan}, "p2p_latency_s is nan; it must"),
+        (
+            {"base": "h100-80g-2x8", "p2p_latency_s": math.nan},
+            "p2p_latency_s is nan; .*, in seconds",
+        ),
+        ({"base": "h100-80g-2x8", "memory_bytes": 8.5}, "memory_bytes is 8.5; .* in bytes$"),
+        ({"bass": "h100-80g-2x8"}, "bass is unknown; did you mean 'base'"),
         ({"base": "h100-80g-2x8", "peak_flops": 10**400}, "peak_flops is 1000"),
         ({"base": "h100-80g-2x8", "memory_bytes": True}, "memory_bytes is True; it must be a wh"),
         ({"base": "h100-80g-2x8", "num_nodes": 10**9}, "num_nodes is 1000000000; at most"),
@@ -79,6 +84,13 @@ def test_a_bad_cluster_file_is_refused(
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=expected):
         load_cluster(str(file))
+
+
+def test_bytes_of_a_cluster_file_may_be_written_as_a_power(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    file.write_text('{"base": "h100-80g-2x8", "memory_bytes": 8e9}')
+    memory_bytes = load_cluster(str(file)).memory_bytes
+    assert memory_bytes == 8_000_000_000 and isinstance(memory_bytes, int)
 
 
 def test_a_cluster_file_fills_from_its_base(tmp_path: Path) -> None:

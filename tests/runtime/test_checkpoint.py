@@ -272,6 +272,7 @@ def _load_into_others(rank: int, folder: str) -> None:
         if restore_data:
             message = _fails(lambda e=reseeded: e.load_checkpoint(folder), ConfigError)
             assert "the saved data order has seed 0 but this run has 1" in message
+            assert "set infinipipe.data.seed back, or set infinipipe.checkpoint.rest" in message
             assert all(torch.equal(before[k], v) for k, v in snapshot(reseeded).items())
         else:
             reseeded.load_checkpoint(folder)

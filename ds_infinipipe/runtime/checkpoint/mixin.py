@@ -247,9 +247,13 @@ class CheckpointMixin:
         if sampler is None or manifest.sampler is None:
             if self.global_rank == 0:
                 logger.warning(
-                    "the position in the data is not restored, as %s: go on behind the %d "
-                    "sequences that were trained",
-                    "this run's data has no position" if sampler is None else "none was saved",
+                    "the position in the data is not restored: %s (%d steps with %d sequences were "
+                    "trained)",
+                    "this run's data has none, so start your iterator or data set behind what was "
+                    "trained, or it is trained again"
+                    if sampler is None
+                    else "the checkpoint has none, so this run starts at the first of its data",
+                    manifest.global_steps,
                     manifest.global_samples,
                 )
             return
