@@ -129,12 +129,13 @@ class StepReport:
 
     def line(self) -> str:
         """One log line."""
+        num_chunks = sum(self.chunks.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.chunks.items())
         return (
             f"step {self.step} | loss {self.loss:.4f} | grad norm {self.grad_norm:.3f} | "
             f"{self.tokens_per_s:,.0f} tokens/s | {self.sequences} sequences, {self.tokens:,} "
             f"tokens, {self.padding_tokens} padding{self._left_out()} | "
-            f"{sum(self.chunks.values())} chunks ({kinds}) in {self.pipelines} "
+            f"{num_chunks} chunk{'s' if num_chunks != 1 else ''} ({kinds}) in {self.pipelines} "
             f"pipeline{'s' if self.pipelines != 1 else ''} | "
             f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
             f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "

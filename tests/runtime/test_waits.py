@@ -135,3 +135,18 @@ def test_without_a_meter_no_measured_peak_is_claimed() -> None:
     report = run_ranks(_unmetered, 2, timeout=90.0)[0]
     assert report.measured_memory is None and "peak" not in report.line()
     assert all(isinstance(s, StageMemory) and s.predicted > 0 for s in report.memory)
+
+
+def test_one_chunk_is_called_one_chunk() -> None:
+    def line(num_batched: int) -> str:
+        report = StepReport(
+            step=1, loss=2.0, grad_norm=1.0, tokens=900, padding_tokens=0, sequences=3,
+            without_label=0, chunks={"split": 0, "batched": num_batched, "hybrid": 0},
+            pipelines=1, recomputed_layers=0, elapsed_s=1.0, simulated_s=1.0, predicted_s=1.0,
+            bubble_ratio=0.1, predicted_bubble_ratio=0.1, solve_s=0.0, planning_wait_s=0.0,
+            planning_fallback=False, planning_ahead=True,
+        )  # fmt: skip
+        return report.line()
+
+    assert "| 1 chunk (0 split, 1 batched, 0 hybrid) in 1 pipeline |" in line(1)
+    assert "| 2 chunks (0 split, 2 batched, 0 hybrid) in 1 pipeline |" in line(2)
