@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import torch
 from checkpoint_cases import make_jobs, read_values
 from safetensors.torch import load_file
 
+from ds_infinipipe.config import InfiniPipeConfig
 from ds_infinipipe.errors import CheckpointError
 from ds_infinipipe.runtime.checkpoint import folder, save, tensor_file
 from ds_infinipipe.runtime.checkpoint.load import check_files
 from ds_infinipipe.runtime.checkpoint.manifest import compare_parameters, read_manifest
+from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
 from ds_infinipipe.runtime.checkpoint.tensor_file import TensorHeader, hash_file, write_tensors
 
 
@@ -259,3 +262,22 @@ def test_what_could_run_code_when_read_is_refused_when_saved() -> None:
     with pytest.raises(CheckpointError, match="client_state"):
         save.pack_extras(client_state={"f": test_parameters_that_differ_are_listed})
     assert save.pack_extras(client_state={"t": torch.ones(2), "n": [1, None, "x"]})
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (None, "this run's data has none, so start your iterator or data set behind what was"),
+        (SimpleNamespace(sampler=object()), "the checkpoint has none, so this run starts at the"),
+    ],
+)
+def test_a_position_in_the_data_that_cannot_be_restored_says_what_to_do(
+    loader: Any, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine: Any = SimpleNamespace(
+        training_dataloader=loader, settings=InfiniPipeConfig(), global_rank=0
+    )
+    saved: Any = SimpleNamespace(sampler=None, global_steps=19, global_samples=171)
+    CheckpointMixin._restore_data(engine, saved)
+    (text,) = caplog.messages
+    assert expected in text and "19 steps with 171 sequences were trained" in text
