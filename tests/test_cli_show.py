@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_infinipipe.cli import main
-from ds_infinipipe.planner.types import Plan
+from ds_infinipipe.planner.types import PLAN_VERSION, Plan
 from ds_infinipipe.viz import figure
 
 MODEL = {
@@ -104,7 +104,7 @@ def redigested(change: Callable[[dict[str, Any]], object]) -> Callable[[str], st
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda text: text[: len(text) // 2], "not a plan file of version 3"),
+        (lambda text: text[: len(text) // 2], f"not a plan file of version {PLAN_VERSION}"),
         (lambda text: "", "not a plan file"),
         (lambda text: "[]", "not a plan file"),
         (lambda text: "null", "not a plan file"),

@@ -32,7 +32,7 @@ __all__ = [
     "Timeline",
 ]
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 class ChunkKind(str, Enum):

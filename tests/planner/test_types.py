@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_infinipipe.errors import ScheduleError
 from ds_infinipipe.planner.attention_area import CAUSAL
-from ds_infinipipe.planner.types import Chunk, ChunkKind, Instruction, Op, Plan, Slice
+from ds_infinipipe.planner.types import PLAN_VERSION, Chunk, ChunkKind, Instruction, Op, Plan, Slice
 
 RECOMPUTING = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
 
@@ -100,7 +100,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_file_that_is_no_plan_is_refused(damage: Callable[[dict[str, Any]], None]) -> None:
     data = json.loads(rich_plan().to_json())
     damage(data)
-    with pytest.raises(ScheduleError, match="not a plan file of version 3"):
+    with pytest.raises(ScheduleError, match=f"not a plan file of version {PLAN_VERSION}"):
         Plan.from_json(json.dumps(data))
 
 

@@ -14,6 +14,7 @@ import torch
 from ranks import run_ranks
 
 from ds_infinipipe.errors import ConfigError, DataError, NonFiniteError
+from ds_infinipipe.planner.types import PLAN_VERSION
 from ds_infinipipe.runtime import selftest
 from ds_infinipipe.runtime.engine import InfiniPipeEngine
 from ds_infinipipe.runtime.record import load_step, save_step
@@ -177,7 +178,9 @@ def test_a_recorded_step_without_its_batch_is_refused(tmp_path: Path) -> None:
 def test_a_recorded_step_that_was_cut_off_is_refused_as_bad_input(tmp_path: Path) -> None:
     for name in ("step.json", "step.npz"):
         (tmp_path / name).write_text('{"version": 3, ')
-    with pytest.raises(DataError, match=r"step\.json: not a plan file of version 3 .*plan the"):
+    with pytest.raises(
+        DataError, match=rf"step\.json: not a plan file of version {PLAN_VERSION} .*plan the"
+    ):
         load_step(tmp_path / "step.json")
 
 
