@@ -53,7 +53,7 @@ class _MeasuredChunk(Chunk):
     longest_segment: int = 0
 
     @classmethod
-    def of(cls, chunk: Chunk) -> _MeasuredChunk:
+    def of(cls, chunk: Chunk, longest_segment: int) -> _MeasuredChunk:
         tokens = chunk.tokens
         return cls(
             chunk.slices,
@@ -63,7 +63,7 @@ class _MeasuredChunk(Chunk):
             chunk.keeps_kv,
             chunk.context_len,
             chunk.split_tokens,
-            chunk.longest_segment,
+            longest_segment,
         )
 
 
@@ -77,9 +77,17 @@ class MemoryArrays:
     `static` are [pp].
     """
 
-    def __init__(self, memory: MemoryModel, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        memory: MemoryModel,
+        chunks: Sequence[Chunk],
+        longest_segments: Sequence[int] | None = None,
+    ) -> None:
+        """`longest_segments` are those of the chunks that `chunks` are outlines of, if they are."""
         self._memory = memory
-        self._chunks = tuple(_MeasuredChunk.of(chunk) for chunk in chunks)
+        longest = longest_segments or [chunk.longest_segment for chunk in chunks]
+        pairs = zip(chunks, longest, strict=True)
+        self._chunks = tuple(_MeasuredChunk.of(*pair) for pair in pairs)
         self.layers = np.array(memory.layout.stage_layers, dtype=np.int64)
         self.static = np.array(memory.static_bytes, dtype=np.int64)
         per_stage = self.layers[:, None]

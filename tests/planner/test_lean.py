@@ -144,12 +144,16 @@ def test_without_ramps_orders_and_windows_are_those_of_the_shrinking_schedule() 
     assert (stream.operations == shrinking_schedule(chunks, 4).operations).all()
 
 
-def test_outlines_have_the_bytes_and_times_of_the_chunks() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_outlines_have_the_bytes_and_times_of_the_chunks(fused: bool) -> None:
     batch = packed(github(2), 5)
-    memory = MemoryModel(LLAMA, LAYOUT)
+    # plain attention's workspace is that of a chunk's longest sequence
+    memory = MemoryModel(replace(LLAMA, fused_kernels=fused), LAYOUT)
     stream = build_stream(batch, 4, 0.0, 0)
     chunks = batch.chunks(8)
-    whole, outlined = MemoryArrays(memory, chunks), MemoryArrays(memory, batch.outlines(8))
+    longest = batch.longest_segments(8)
+    assert longest == [chunk.longest_segment for chunk in chunks]
+    whole, outlined = MemoryArrays(memory, chunks), MemoryArrays(memory, batch.outlines(8), longest)
     counts = np.random.default_rng(0).integers(0, 11, size=(4, batch.num_chunks))
     assert (whole.peaks(stream, counts) == outlined.peaks(stream, counts)).all()
     costs, exact = stream_costs(batch, COST), COST.chunk_costs(chunks)

@@ -101,7 +101,10 @@ class PackedBatch:
         return tokens, (self.areas + padding**2).astype(np.float64)
 
     def outlines(self, sp: int) -> tuple[Chunk, ...]:
-        """Chunks of equal sizes, and so bytes, with one stand-in for all shorts of a chunk."""
+        """Chunks of equal sizes, with one stand-in for all shorts of a chunk.
+
+        Their bytes are equal too, where those know the `longest_segments`.
+        """
         rest = self.tokens - self.length
         outlines = []
         for sequence, start, length, is_tail, whole, padding in zip(
@@ -117,6 +120,12 @@ class PackedBatch:
             pieces += [Slice(-1, 0, whole, True)] if whole else []
             outlines.append(Chunk(tuple(pieces), padding))
         return tuple(outlines)
+
+    def longest_segments(self, sp: int) -> list[int]:
+        """`longest_segment` of each chunk."""
+        longest = np.maximum(np.where(self.sequence >= 0, self.length, 0), -self.tokens % sp)
+        np.maximum.at(longest, self.short_chunk, self.short_lengths)
+        return [int(length) for length in longest]
 
     def chunks(self, sp: int) -> tuple[Chunk, ...]:
         """The same as Chunk objects."""

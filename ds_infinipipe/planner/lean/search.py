@@ -47,7 +47,8 @@ class _Measured:
     def __init__(self, candidate: LeanCandidate, memory: MemoryModel, limit_bytes: int) -> None:
         self.candidate = candidate
         self.limit_bytes = limit_bytes
-        self.arrays = MemoryArrays(memory, candidate.packed.outlines(memory.layout.sp))
+        packed, sp = candidate.packed, memory.layout.sp
+        self.arrays = MemoryArrays(memory, packed.outlines(sp), packed.longest_segments(sp))
 
     def fits(self, counts: IntArray | None = None) -> bool:
         peaks = self.arrays.peaks(self.candidate.schedule, counts)
