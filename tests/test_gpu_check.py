@@ -44,7 +44,7 @@ def test_a_dry_run_ends_with_a_table_and_every_target_met(tmp_path: Path) -> Non
     }
     met = [row["is_met"] for row in rows]
     assert met.count(True) >= 7 and met.count(False) == 0
-    assert done.stdout.splitlines()[-1].startswith(("plain", "training"))
+    assert done.stdout.splitlines()[-1].startswith("layer")
 
 
 def test_an_unknown_check_is_named() -> None:
