@@ -157,3 +157,19 @@ def layout_name(case: Case) -> str:
 
 def with_layout(case: Case, pp: int, sp: int, dp: int = 1, zero_stage: int = 3) -> Case:
     return replace(case, pp=pp, sp=sp, dp=dp, zero_stage=zero_stage)
+
+
+class Numbered:
+    """Sequences whose first token is their id."""
+
+    def __init__(self, count: int, vocab_size: int) -> None:
+        rng = np.random.default_rng(5)
+        self._items = [rng.integers(0, vocab_size, size=int(n)) for n in rng.integers(4, 30, count)]
+        for index, ids in enumerate(self._items):
+            ids[0] = index
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self._items[index]}

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from checkpoint_cases import build
+from checkpoint_cases import Numbered, build
 from oom_cases import Fault, inject
 from ranks import RankFailure, run_ranks
 
@@ -55,29 +54,12 @@ class Step:
     loss: float
 
 
-class _Numbered:
-    """Sequences whose first token is their number."""
-
-    def __init__(self, vocab_size: int) -> None:
-        rng = np.random.default_rng(5)
-        lengths = rng.integers(4, 30, _NUM_SEQUENCES)
-        self._items = [rng.integers(0, vocab_size, size=int(n)) for n in lengths]
-        for number, ids in enumerate(self._items):
-            ids[0] = number
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._items[index]}
-
-
 def _run(rank: int, folder: str, asynchronous: bool, kill: Kill | None) -> None:
     """Train up to STEPS, saving every other one; each step that ends is a line in a file."""
     saving = {"save_dir": folder, "every_steps": 2, "asynchronous": asynchronous}
     section = {"checkpoint": saving, "planning": {"asynchronous": True, "deadline_s": 60.0}}
     section["recovery"] = {"enabled": True, "reduction": 0.99}
-    engine = build(_CASE, _Numbered(_CASE.vocab_size), section)
+    engine = build(_CASE, Numbered(_NUM_SEQUENCES, _CASE.vocab_size), section)
     routine = CheckpointRoutine(engine)
     routine.resume(STEPS)
     if kill is not None and rank == kill.rank:

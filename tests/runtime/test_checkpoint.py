@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
 from checkpoint_cases import (
+    Numbered,
     build,
     differences,
     layout_name,
@@ -101,22 +101,6 @@ def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
 # ---- going on exactly
 
 
-class _Numbered:
-    """Sequences whose first token is their id."""
-
-    def __init__(self, count: int, vocab_size: int) -> None:
-        rng = np.random.default_rng(5)
-        self._items = [rng.integers(0, vocab_size, size=int(n)) for n in rng.integers(4, 30, count)]
-        for index, ids in enumerate(self._items):
-            ids[0] = index
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._items[index]}
-
-
 def _steps(engine: Any, until: int) -> list[tuple[tuple[int, ...], float, float]]:
     """Sequence ids, loss and learning rate of each step."""
     steps = []
@@ -128,7 +112,7 @@ def _steps(engine: Any, until: int) -> list[tuple[tuple[int, ...], float, float]
 
 
 def _resume_everywhere(rank: int, case: Case, bf16: bool, folder: str) -> None:
-    data = _Numbered(8, case.vocab_size)  # 3 steps an epoch, the last one with fewer sequences
+    data = Numbered(8, case.vocab_size)  # 3 steps an epoch, the last one with fewer sequences
     engine = build(case, data, {"planning": {"asynchronous": True}}, bf16=bf16)
     steps, states = [], []
     engine.save_checkpoint(folder, tag="0")  # before the optimizer has any state
@@ -253,13 +237,13 @@ def test_bad_checkpoints_are_errors_on_every_rank_and_change_nothing(tmp_path: P
 
 
 def _load_into_others(rank: int, folder: str) -> None:
-    engine = build(CASE, _Numbered(8, 97))
+    engine = build(CASE, Numbered(8, 97))
     train(engine, CASE, 1)
     engine.save_checkpoint(folder)
     engine.close()
 
     wider = replace(CASE, tied=False, vocab_size=99)
-    other = build(wider, _Numbered(8, 97))
+    other = build(wider, Numbered(8, 97))
     message = _fails(lambda: other.load_checkpoint(folder))
     assert "lm_head.weight is not in the checkpoint" in message
     assert "model.embed_tokens.weight has shape (97, 16), the model (99, 16)" in message
@@ -267,7 +251,7 @@ def _load_into_others(rank: int, folder: str) -> None:
 
     for seed, restore_data in ((1, True), (1, False)):
         section = {"data": {"seed": seed}, "checkpoint": {"restore_data": restore_data}}
-        reseeded = build(CASE, _Numbered(8, 97), section)
+        reseeded = build(CASE, Numbered(8, 97), section)
         before = snapshot(reseeded)
         if restore_data:
             message = _fails(lambda e=reseeded: e.load_checkpoint(folder), ConfigError)
