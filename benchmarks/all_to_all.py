@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_infinipipe.ops.ulysses import join_to_heads, to_heads
-from ds_infinipipe.runtime.local_ranks import run_local_ranks
-from ds_infinipipe.runtime.module import init_distributed
+from ds_infinipipe.runtime.engine.module import init_distributed
+from ds_infinipipe.runtime.ranks.local import run_local_ranks
 
 RESULT = Path(__file__).parent / "results" / "all_to_all.json"
 ROUNDS = 40

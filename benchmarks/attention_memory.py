@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ds_infinipipe.ops.attention import Segments, varlen_attention
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 
 RESULT = Path(__file__).parent / "results" / "attention_memory.json"
 NEW_TOKENS, HEADS, KV_HEADS, HEAD_DIM = 1024, 4, 2, 64

@@ -21,14 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from ds_infinipipe.baselines.registry import Workload, compare
 from ds_infinipipe.data.lengths import sample_lengths
-from ds_infinipipe.planner.baselines import Workload, compare
-from ds_infinipipe.planner.layouts import (
+from ds_infinipipe.planner.facts.clusters import load_cluster
+from ds_infinipipe.planner.facts.models import BUILTIN_MODELS
+from ds_infinipipe.planner.facts.settings import PlannerSettings
+from ds_infinipipe.planner.facts.setup import make_layout, make_setup
+from ds_infinipipe.planner.search.layouts import (
     possible_layouts,
     search_layouts,
 )
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import BUILTIN_MODELS, load_cluster, make_layout
 
 RESULT = Path(__file__).parent / "results" / "auto_layout.json"
 CLUSTER = load_cluster("a800-80g-4x8")
@@ -40,15 +42,14 @@ def one_setting(model_name: str, lengths: tuple[int, ...], mode: str) -> dict[st
     model = BUILTIN_MODELS[model_name]
     settings = PlannerSettings.model_validate({"mode": mode})
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    search = search_layouts(lengths, model=model, cluster=CLUSTER, settings=settings)
+    setup = make_setup(model, CLUSTER, make_layout(model, 4, 8))
+    search = search_layouts(lengths, setup, settings)
     ours_took_s = time.process_time() - started_cpu_s
     best = search.best
     compute_s = max(plan.predicted.step_time_s for plan in best.plans)
     workload = Workload(
         lengths,
-        model,
-        CLUSTER,
-        make_layout(model, 4, 8),
+        setup,
         settings,
         other_layouts=possible_layouts(model, CLUSTER.num_devices),
     )

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from ds_infinipipe.launcher import become_only_rank
-from ds_infinipipe.planner.clusters import load_cluster
-from ds_infinipipe.planner.fit import calibrated_cluster, fit_rows
-from ds_infinipipe.planner.specs import model_from_hf
+from ds_infinipipe.planner.facts.clusters import load_cluster
+from ds_infinipipe.planner.facts.models import model_from_hf
+from ds_infinipipe.planner.predict.fit import calibrated_cluster, fit_rows
 from ds_infinipipe.profiling.layer import profile_layer
-from ds_infinipipe.runtime.batch import StepBatch
-from ds_infinipipe.runtime.initialize import initialize
-from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.runtime.engine.initialize import initialize
+from ds_infinipipe.runtime.engine.module import InfiniPipeModule
+from ds_infinipipe.runtime.stage.batch import StepBatch
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
 MODEL = {

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_infinipipe.launcher import become_only_rank
-from ds_infinipipe.planner.types import Op
-from ds_infinipipe.runtime.batch import StepBatch
-from ds_infinipipe.runtime.initialize import initialize
-from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.planner.plan.stream import Op
+from ds_infinipipe.runtime.engine.initialize import initialize
+from ds_infinipipe.runtime.engine.module import InfiniPipeModule
+from ds_infinipipe.runtime.stage.batch import StepBatch
 
 # torch's own, before any engine is built
 _LINEAR = F.linear

@@ -171,7 +171,7 @@ def _casualty(rank: int, op: str, sign: int) -> Callable[[Path], None]:
 
 def _out_of_memory(fields: dict[str, Any], fault: Fault) -> Callable[[Path], None]:
     """The step is repeated by all ranks, exact, and the two steps after it too."""
-    from ds_infinipipe.runtime.selftest import FLOAT32_LIMIT, FLOAT64_LIMIT, Case
+    from ds_infinipipe.checks.exactness import FLOAT32_LIMIT, FLOAT64_LIMIT, Case
 
     case = Case(**fields)
     limit = FLOAT64_LIMIT if case.float64 else FLOAT32_LIMIT
@@ -194,7 +194,7 @@ def _train_on(_: int, case: Any, faults: list[Fault | None]) -> Any:
 
 def _fatal(fault: Fault, recovery: dict[str, Any]) -> Callable[[Path], None]:
     """All ranks end with the error that names the memory."""
-    from ds_infinipipe.runtime.selftest import Case
+    from ds_infinipipe.checks.exactness import Case
 
     def run(_: Path) -> None:
         messages = run_ranks(end_with_fault, 4, Case(seed=6), fault, recovery, timeout=110.0)

@@ -69,7 +69,7 @@ def _checks(sizes: Sizes, budget: Budget) -> dict[str, Callable[[], Iterator[Row
     return {
         "attention": lambda: check_attention(sizes),
         "loss": lambda: check_loss(sizes),
-        "cost-model": lambda: check_cost_model(sizes, 12.0 if sizes.is_dry else 30.0),
+        "cost-model": lambda: check_cost_model(sizes, 4.0 if sizes.is_dry else 30.0),
         "two-ranks": check_two_ranks,
         "training": lambda: check_training(sizes, budget),
         "layers": lambda: check_layers(sizes, budget),

@@ -22,13 +22,15 @@ import numpy as np
 
 from ds_infinipipe.data.lengths import sample_lengths
 from ds_infinipipe.errors import InfiniPipeError
-from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.lean.bounds import lower_bound_s
-from ds_infinipipe.planner.search import plan_batch
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, make_layout
-from ds_infinipipe.planner.types import Plan
-from ds_infinipipe.planner.verify import verify_plan
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+from ds_infinipipe.planner.facts.models import BUILTIN_MODELS
+from ds_infinipipe.planner.facts.settings import PlannerSettings
+from ds_infinipipe.planner.facts.setup import make_layout, make_setup
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.predict.time import CostModel
+from ds_infinipipe.planner.search.batch import plan_batch
+from ds_infinipipe.planner.search.lean.assemble import lower_bound_s
+from ds_infinipipe.planner.verify.frame import verify_plan
 
 RESULT = Path(__file__).parent / "results" / "lean_quality.json"
 NUM_SEQUENCES = 512
@@ -62,21 +64,20 @@ def plan_case(case: Case, seed: int, mode: str, **knobs: object) -> Plan:
     model = BUILTIN_MODELS[case.model]
     lengths = sample_lengths(case.lengths, NUM_SEQUENCES, case.context, np.random.default_rng(seed))
     lengths[0] = case.context
-    return plan_batch(
-        lengths.tolist(),
-        model=model,
-        cluster=BUILTIN_CLUSTERS["a800-80g-4x8"],
-        layout=make_layout(model, pp=4, sp=8),
-        settings=PlannerSettings.model_validate(
-            {"mode": mode, "memory_limit_gib": case.memory_gib, **knobs}
-        ),
+    setup = make_setup(
+        model,
+        BUILTIN_CLUSTERS["a800-80g-4x8"],
+        make_layout(model, pp=4, sp=8),
+        memory_limit_gib=case.memory_gib,
     )
+    settings = PlannerSettings.model_validate({"mode": mode, **knobs})
+    return plan_batch(lengths.tolist(), setup, settings)
 
 
 def measure(case: Case, seed: int) -> dict[str, Any]:
     plans = {mode: plan_case(case, seed, mode) for mode in ("lean", "paper")}
     lean, paper = plans["lean"], plans["paper"]
-    bound_s = lower_bound_s(lean.lengths, CostModel(lean.model, lean.cluster, lean.layout))
+    bound_s = lower_bound_s(lean.lengths, CostModel(lean.setup))
     step_s, paper_s = lean.predicted.step_time_s, paper.predicted.step_time_s
     return {
         "seed": seed,

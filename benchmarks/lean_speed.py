@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from ds_infinipipe.data.lengths import sample_lengths
-from ds_infinipipe.planner.search import plan_batch
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, ModelSpec, make_layout
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+from ds_infinipipe.planner.facts.models import BUILTIN_MODELS, ModelSpec
+from ds_infinipipe.planner.facts.settings import PlannerSettings
+from ds_infinipipe.planner.facts.setup import make_layout, make_setup
+from ds_infinipipe.planner.search.batch import plan_batch
 
 RESULT = Path(__file__).parent / "results" / "lean_speed.json"
 LLAMA_70B = ModelSpec("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256)
@@ -57,15 +59,10 @@ def plan_once(case: Case) -> dict[str, Any]:
     lengths[0] = case.context
     cluster = replace(BUILTIN_CLUSTERS["a800-80g-4x8"], num_nodes=case.pp)
     started_s = time.process_time()
-    plan = plan_batch(
-        lengths.tolist(),
-        model=case.model,
-        cluster=cluster,
-        layout=make_layout(case.model, case.pp, 8),
-        settings=PlannerSettings.model_validate(
-            {"memory_limit_gib": case.memory_gib, "lean_solver": case.lean_solver}
-        ),
-    )
+    layout = make_layout(case.model, case.pp, 8)
+    setup = make_setup(case.model, cluster, layout, memory_limit_gib=case.memory_gib)
+    settings = PlannerSettings.model_validate({"lean_solver": case.lean_solver})
+    plan = plan_batch(lengths.tolist(), setup, settings)
     return {
         "cpu_s": round(time.process_time() - started_s, 3),
         "chunks": len(plan.chunks),

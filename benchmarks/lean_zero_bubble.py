@@ -17,8 +17,9 @@ from typing import Any
 
 from lean_quality import Case, plan_case
 
-from ds_infinipipe.planner.types import Op, Plan
-from ds_infinipipe.planner.verify import verify_plan
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Op
+from ds_infinipipe.planner.verify.frame import verify_plan
 
 RESULT = Path(__file__).parent / "results" / "lean_zero_bubble.json"
 CASES = tuple(

@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args()
-    from ds_infinipipe.runtime.local_ranks import run_local_ranks
+    from ds_infinipipe.runtime.ranks.local import run_local_ranks
 
     shared_before = set(os.listdir("/dev/shm"))
     by_rank = run_local_ranks(_train, 4, args.steps)
@@ -58,15 +58,15 @@ def main() -> int:
 def _train(steps: int) -> list[dict[str, Any]]:
     import psutil
 
-    from ds_infinipipe.runtime import selftest
-    from ds_infinipipe.runtime.selftest import Case
+    from ds_infinipipe.checks import exactness
+    from ds_infinipipe.checks.exactness import Case
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
     case = Case("qwen3", 2, 2, num_sequences=12, max_tokens=120, learning_rate=1e-3)
-    config = selftest.make_config(case)
+    config = exactness.make_config(case)
     config["infinipipe"]["planning"]["asynchronous"] = True
-    engine = selftest.engine_from_config(config, case.dtype)
+    engine = exactness.engine_from_config(config, case.dtype)
     batches = _batches(case)
     process, digests, rows = psutil.Process(), set(), []
     for step in range(1, steps + 1):

@@ -24,7 +24,7 @@ from ds_infinipipe.ops.cross_entropy import (
     linear_cross_entropy_sum,
     linear_cross_entropy_sum_reference,
 )
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 
 RESULT = Path(__file__).parent / "results" / "loss_backends.json"
 TOKENS, HIDDEN, VOCAB, BLOCK, REPEATS = 1024, 256, 16384, 256, 7

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_infinipipe.runtime.local_ranks import run_local_ranks
-from ds_infinipipe.runtime.memory_truth import MemoryCase, MemoryDifference, compare_memory
+from ds_infinipipe.checks.memory_truth import MemoryCase, MemoryDifference, compare_memory
+from ds_infinipipe.runtime.ranks.local import run_local_ranks
 
 RESULT = Path(__file__).parent / "results" / "memory_truth.json"
 CASES = [

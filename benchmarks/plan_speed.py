@@ -46,10 +46,12 @@ def plan_once(law: str, seed: int, memory_gib: float) -> dict[str, Any]:
     import numpy as np
 
     from ds_infinipipe.data.lengths import sample_lengths
-    from ds_infinipipe.planner import recompute
-    from ds_infinipipe.planner.search import plan_batch
-    from ds_infinipipe.planner.settings import PlannerSettings
-    from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, make_layout
+    from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+    from ds_infinipipe.planner.facts.models import BUILTIN_MODELS
+    from ds_infinipipe.planner.facts.settings import PlannerSettings
+    from ds_infinipipe.planner.facts.setup import make_layout, make_setup
+    from ds_infinipipe.planner.search.batch import plan_batch
+    from ds_infinipipe.planner.search.paper import recompute
 
     calls = 0
     cp_sat = recompute._cp_sat
@@ -64,13 +66,13 @@ def plan_once(law: str, seed: int, memory_gib: float) -> dict[str, Any]:
     lengths = [int(n) for n in sample_lengths(law, NUM_SEQUENCES, CONTEXT, rng)]
     lengths[0] = CONTEXT
     model = BUILTIN_MODELS["llama-13b"]
-    plan = plan_batch(
-        lengths,
-        model=model,
-        cluster=BUILTIN_CLUSTERS["a800-80g-4x8"],
-        layout=make_layout(model, pp=4, sp=8),
-        settings=PlannerSettings(mode="paper", memory_limit_gib=memory_gib),
+    setup = make_setup(
+        model,
+        BUILTIN_CLUSTERS["a800-80g-4x8"],
+        make_layout(model, pp=4, sp=8),
+        memory_limit_gib=memory_gib,
     )
+    plan = plan_batch(lengths, setup, PlannerSettings(mode="paper"))
     peak_gib = max(plan.predicted.peak_bytes) / 2**30
     assert peak_gib <= memory_gib
     return {

@@ -22,28 +22,30 @@ from typing import Any
 
 import numpy as np
 
-from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.lower import lower_plan
-from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.memory_arrays import MemoryArrays
-from ds_infinipipe.planner.order import shrinking_windows, slices_by_position, stage_operations
-from ds_infinipipe.planner.schedule_arrays import (
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+from ds_infinipipe.planner.facts.models import BUILTIN_MODELS
+from ds_infinipipe.planner.facts.setup import make_layout, make_setup
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.plan.lower import lower_plan
+from ds_infinipipe.planner.plan.order import shrinking_windows, slices_by_position
+from ds_infinipipe.planner.plan.plan import PipelinePlan
+from ds_infinipipe.planner.predict.ledger import Ledger
+from ds_infinipipe.planner.predict.memory import MemoryModel
+from ds_infinipipe.planner.predict.schedule import (
     build_schedule,
     shrinking_schedule,
     simulate_schedule,
 )
-from ds_infinipipe.planner.simulate import simulate
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, BUILTIN_MODELS, make_layout
-from ds_infinipipe.planner.transfers import transfer_bytes
-from ds_infinipipe.planner.types import Chunk, PipelinePlan, Slice
+from ds_infinipipe.planner.predict.time import CostModel
 
 RESULT = Path(__file__).parent / "results" / "simulate_speed.json"
+TESTS = Path(__file__).parents[1] / "tests"
 SIZES = ((200, 4), (2000, 16))
 TARGET_MS = {("simulate", 200): 0.5, ("simulate", 2000): 10.0, ("peaks", 200): 0.5}
 TARGET_MS |= {("build", 200): 0.5}
 LOAD = (
     "import time; t = time.process_time();"
-    "from ds_infinipipe.planner import schedule_arrays as s; s.load_kernels();"
+    "from ds_infinipipe.planner.predict import schedule as s; s.load_kernels();"
     "print(time.process_time() - t)"
 )
 
@@ -77,15 +79,20 @@ def time_ms(function: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def measure(num_chunks: int, pp: int, repeats: int) -> dict[str, Any]:
+    from oracles.orders import stage_operations
+    from oracles.peak_bytes import peak_bytes
+    from oracles.simulate import simulate
+    from oracles.transfers import transfer_bytes
+
     model, chunks = BUILTIN_MODELS["llama-13b"], make_chunks(num_chunks)
     layout = make_layout(model, pp=pp, sp=8)
-    memory = MemoryModel(model, layout)
-    cost = CostModel(model, BUILTIN_CLUSTERS["a800-80g-4x8"], layout)
-    costs, arrays = cost.chunk_costs(chunks), MemoryArrays(memory, chunks)
+    setup = make_setup(model, BUILTIN_CLUSTERS["a800-80g-4x8"], layout)
+    memory, cost = MemoryModel(setup), CostModel(setup)
+    costs, ledger = cost.chunk_costs(chunks), Ledger(memory, chunks)
     schedule = shrinking_schedule(chunks, pp)
     counts = np.random.default_rng(1).integers(0, 2, (pp, num_chunks))
-    limit = int(0.8 * arrays.peaks(schedule).max())
-    rows = arrays.rows(schedule, limit)
+    limit = int(0.8 * ledger.peaks(schedule).max())
+    rows = ledger.rows(schedule, limit)
     assert rows is not None
     forward, backward = tuple(schedule.forward.tolist()), tuple(schedule.backward.tolist())
     windows = shrinking_windows(pp, slices_by_position(chunks, backward))
@@ -106,16 +113,16 @@ def measure(num_chunks: int, pp: int, repeats: int) -> dict[str, Any]:
     steps: dict[str, Callable[[], object]] = {
         "build": lambda: build_schedule(forward, backward, sizes),
         "simulate": lambda: simulate_schedule(schedule, costs, counts),
-        "peaks": lambda: arrays.peaks(schedule, counts),
-        "rows": lambda: arrays.rows(schedule, limit),
+        "peaks": lambda: ledger.peaks(schedule, counts),
+        "rows": lambda: ledger.rows(schedule, limit),
         "order and build": lambda: shrinking_schedule(chunks, pp),
         "chunk costs": lambda: cost.chunk_costs(chunks),
-        "bytes, nothing recomputed": lambda: MemoryArrays(memory, chunks).peaks(schedule),
-        "bytes, any counts": lambda: MemoryArrays(memory, chunks).transients,
+        "bytes, nothing recomputed": lambda: Ledger(memory, chunks).peaks(schedule),
+        "bytes, any counts": lambda: Ledger(memory, chunks).amounts(is_split=False),
         "readable build": lambda: [stage_operations(forward, backward, w) for w in windows],
         "readable simulate": lambda: simulate(streams, **times),
         "readable peaks": lambda: [
-            memory.peak_bytes(stage, row, chunks, counts[stage], transfers)
+            peak_bytes(memory, stage, row, chunks, counts[stage], transfers)
             for stage, (row, transfers) in enumerate(
                 zip(operations, transfer_bytes(operations, hidden), strict=True)
             )
@@ -154,6 +161,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
+    sys.path.insert(0, str(TESTS))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     results = [measure(num_chunks, pp, args.repeats) for num_chunks, pp in SIZES]

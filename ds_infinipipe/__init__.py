@@ -12,21 +12,24 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "initialize": "ds_infinipipe.runtime.initialize",
-    "InfiniPipeModule": "ds_infinipipe.runtime.module",
-    "InfiniPipeEngine": "ds_infinipipe.runtime.engine",
+    "initialize": "ds_infinipipe.runtime.engine.initialize",
+    "InfiniPipeModule": "ds_infinipipe.runtime.engine.module",
+    "InfiniPipeEngine": "ds_infinipipe.runtime.engine.engine",
     "OwnLayers": "ds_infinipipe.model.protocol",
-    "InfiniPipeConfig": "ds_infinipipe.config",
+    "InfiniPipeConfig": "ds_infinipipe.config.section",
     "ChunkSampler": "ds_infinipipe.data.sampler",
     "DocumentDataset": "ds_infinipipe.data.dataset",
-    "plan_batch": "ds_infinipipe.planner.search",
-    "PlannerSettings": "ds_infinipipe.planner.settings",
-    "ClusterSpec": "ds_infinipipe.planner.specs",
-    "Layout": "ds_infinipipe.planner.specs",
-    "ModelSpec": "ds_infinipipe.planner.specs",
-    "load_cluster": "ds_infinipipe.planner.specs",
-    "load_model": "ds_infinipipe.planner.specs",
-    "make_layout": "ds_infinipipe.planner.specs",
+    "plan_batch": "ds_infinipipe.planner.search.batch",
+    "PlannerSettings": "ds_infinipipe.planner.facts.settings",
+    "ClusterSpec": "ds_infinipipe.planner.facts.clusters",
+    "Execution": "ds_infinipipe.planner.facts.setup",
+    "Layout": "ds_infinipipe.planner.facts.setup",
+    "Setup": "ds_infinipipe.planner.facts.setup",
+    "ModelSpec": "ds_infinipipe.planner.facts.models",
+    "load_cluster": "ds_infinipipe.planner.facts.clusters",
+    "load_model": "ds_infinipipe.planner.facts.models",
+    "make_layout": "ds_infinipipe.planner.facts.setup",
+    "make_setup": "ds_infinipipe.planner.facts.setup",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -10,10 +11,15 @@ from typing import Any
 
 from ds_infinipipe.errors import ConfigError
 
-__all__ = ["NestedTooDeep", "is_finite_number", "parse_json", "read_json_object"]
+__all__ = [
+    "NestedTooDeep",
+    "format_close_matches",
+    "is_finite_number",
+    "parse_json",
+    "read_json_object",
+]
 
 _MAX_DEPTH = 100
-
 _Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 
@@ -75,3 +81,12 @@ def read_json_object(
     if not isinstance(content, dict):
         raise ConfigError(f"{what} {path} must hold one JSON object")
     return content
+
+
+def format_close_matches(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for a likely typo, else the list of what is known."""
+    names = sorted(known)
+    matches = difflib.get_close_matches(word, names, n=2, cutoff=0.6)
+    if matches:
+        return "; did you mean " + " or ".join(repr(m) for m in matches) + "?"
+    return f"; known are {', '.join(names)}" if names else ""

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from ds_infinipipe.model.hf import hf_class
 from ds_infinipipe.model.weights import init_parameter
+from ds_infinipipe.planner.facts.models import SUPPORTED_MODEL_TYPES
 
 __all__ = ["document_loss", "exact_norms", "reference_model", "tiny_config"]
 
@@ -58,7 +56,7 @@ def exact_norms() -> Iterator[None]:
         return self.weight * y.to(x.dtype)
 
     with contextlib.ExitStack() as stack:
-        for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        for norm in (hf_class(CONFIG_MAPPING[kind](), "RMSNorm") for kind in SUPPORTED_MODEL_TYPES):
             stack.enter_context(mock.patch.object(norm, "forward", forward))
         yield
 

@@ -1,7 +1,8 @@
 """Run a function on several gloo ranks, each in a process of its own.
 
-Processes come from a fork server that has torch, DeepSpeed and transformers imported, so only the
-first run of a test session pays for the imports.
+Processes are forked from a server that has imported all they need (see `rank_imports`): a rank
+starts in 0.02 s of CPU time and builds its first engine as fast as a second one. So every test has
+fresh ranks, and nothing that one does to its process can reach another.
 """
 
 from __future__ import annotations
@@ -18,26 +19,25 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["RankFailure", "run_ranks"]
+from strict_world import StrictWorld, open_world
 
-_PRELOAD = [
-    "torch",
-    "deepspeed",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mistral.modeling_mistral",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-]
+__all__ = ["RankFailure", "left_behind", "run_ranks", "run_strict", "start_server"]
+
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_HERE = str(Path(__file__).parent)
+_MARK = f"INFINIPIPE_RANKS_OF={os.getpid()}-{time.monotonic_ns()}"
 
 
 class RankFailure(RuntimeError):
@@ -45,38 +45,85 @@ class RankFailure(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, grace_s: float = 1.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    grace_s: float = 1.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call `fn(rank, *args)` on every rank of a fresh gloo group; returns the results by rank.
+    """Call `fn(rank, *args)` on every rank of a fresh group; returns the results by rank.
 
     `fn` must be importable (a module-level function). The first rank that raises ends the others:
     its exception is raised here, caused by a RankFailure with the rank's traceback. Raises
     TimeoutError naming the missing ranks when `timeout` seconds pass; each rank then has its
     stacks on stderr. After a failure the other ranks have `grace_s` seconds to end by themselves.
+    `backend` is "gloo" or "strict", see `strict_group`; "lazy" is strict with pairs that connect
+    at their first transfer.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = start_server()
     payload = pickle.dumps((fn, args))
     port = _free_port()
     processes, connections = [], []
-    try:
-        with mock.patch.dict(os.environ, _ENVIRONMENT):
+    with open_world(context, world_size, backend) as world:
+        try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(theirs, rank, world_size, port, timeout, payload),
+                    args=(theirs, rank, world_size, port, timeout, payload, world),
                     daemon=True,
                 )
                 process.start()
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
-        return _collect(connections, time.monotonic() + timeout, timeout)
-    finally:
-        for connection in connections:
-            connection.close()  # a finished rank waits for this before it leaves its peers
-        _end(processes, grace_s)
+            return _collect(connections, time.monotonic() + timeout, timeout)
+        finally:
+            for connection in connections:
+                connection.close()  # a finished rank waits for this before it leaves its peers
+            _end(processes, grace_s)
+
+
+run_strict = partial(run_ranks, backend="strict")
+"""`run_ranks` on the tests' own process group, which forgives less than gloo and costs less."""
+
+
+def left_behind(timeout_s: float = 10.0) -> dict[int, str]:
+    """Command lines by process id of what ranks of this process, or their children, still run.
+
+    What is about to end has `timeout_s` seconds for it.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (found := _descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _descendants() -> dict[int, str]:
+    """Processes with our mark in their environment, but for our own child, the fork server."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is not ours
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if _MARK.encode() in variables and parent != os.getpid():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(folder.name)] = command.decode(errors="replace")
+    return found
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """The first call of a process starts the server, which ends with that process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_imports"])
+    path = os.environ.get("PYTHONPATH", "")
+    # before Python 3.13 the server does not get our `sys.path`
+    paths = {"PYTHONPATH": os.pathsep.join([_HERE, path]), "RANKS_PYTHONPATH": path}
+    mark = dict([_MARK.split("=")])
+    with mock.patch.dict(os.environ, {**_ENVIRONMENT, **paths, **mark}):
+        forkserver.ensure_running()
+    return context
 
 
 def _free_port() -> int:
@@ -124,7 +171,13 @@ def _end(processes: list[Any], grace_s: float) -> None:
 
 
 def _rank_main(
-    connection: Connection, rank: int, world_size: int, port: int, timeout: float, payload: bytes
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    payload: bytes,
+    world: StrictWorld | None,
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 1.0))
     os.environ.update(
@@ -137,7 +190,7 @@ def _rank_main(
         MASTER_PORT=str(port),
     )
     try:
-        _join_group(timeout)
+        _join_group(timeout, world)
         fn, args = pickle.loads(payload)
         answer = pickle.dumps((None, fn(rank, *args)))
     except BaseException as error:
@@ -150,7 +203,7 @@ def _rank_main(
     os._exit(0)
 
 
-def _join_group(timeout: float) -> None:
+def _join_group(timeout: float, world: StrictWorld | None) -> None:
     import deepspeed
     import torch
 
@@ -158,7 +211,12 @@ def _join_group(timeout: float) -> None:
     # Its first build takes minutes and only inference collectives use it. The attribute of that
     # name on the package is torch itself, hence sys.modules.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout), verbose=False)
+    backend = "gloo"
+    if world is not None:
+        import strict_group
+
+        backend = strict_group.join(world)
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=timeout), verbose=False)
 
 
 def _failure(error: BaseException) -> bytes:

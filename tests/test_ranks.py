@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import RankFailure, run_ranks
+from ranks import RankFailure, left_behind, run_ranks
+
+from ds_infinipipe.checks.exactness import Case, compare_steps
+from ds_infinipipe.planner.plan import lower
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +55,7 @@ def test_the_first_failure_is_raised_with_the_ranks_traceback() -> None:
     assert "_fail_on_rank_one" in str(caught.value.__cause__)
 
 
+@pytest.mark.waits
 def test_a_rank_that_dies_is_named() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1 ended without an answer"):
@@ -54,6 +63,59 @@ def test_a_rank_that_dies_is_named() -> None:
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.waits
 def test_ranks_that_hang_are_named_and_ended() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] in 3 s"):
         run_ranks(_sleep, 2, timeout=3)
+    assert left_behind() == {}
+
+
+def _sleep_beside_a_child(rank: int) -> None:
+    os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, "-c", "import time; time.sleep(600)")
+    raise KeyError("gone, but not the child")
+
+
+@pytest.mark.waits
+def test_what_a_rank_leaves_behind_is_found() -> None:
+    with pytest.raises(KeyError):
+        run_ranks(_sleep_beside_a_child, 1)
+    found = left_behind(timeout_s=1.0)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert ["time.sleep(600)" in command for command in found.values()] == [True]
+    assert left_behind() == {}
+
+
+def _change_everything(rank: int) -> None:
+    os.environ["INFINIPIPE_TEST_LEAK"] = "1"
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    lower.lower_plan = None  # type: ignore[assignment]
+
+
+def _what_is_there(rank: int) -> tuple[Any, ...]:
+    leak = os.environ.get("INFINIPIPE_TEST_LEAK")
+    return leak, torch.get_default_dtype(), torch.initial_seed(), callable(lower.lower_plan)
+
+
+def test_nothing_of_one_run_reaches_the_next() -> None:
+    before = run_ranks(_what_is_there, 2)
+    run_ranks(_change_everything, 2)
+    assert run_ranks(_what_is_there, 2) == before
+
+
+def _train(rank: int, case: Case) -> tuple[int, int, list[str]]:
+    """Objects the collector leaves alone, this process, and modules that training imports."""
+    before = set(sys.modules)
+    compare_steps(case)
+    return gc.get_freeze_count(), os.getpid(), sorted(set(sys.modules) - before)
+
+
+def test_ranks_start_with_all_that_an_engine_imports_and_leave_nothing_behind() -> None:
+    case = Case("llama", 2, 1, num_layers=2, steps=1)
+    shared = []
+    for frozen, pid, imported in run_ranks(_train, 2, case):
+        assert frozen > 100_000
+        assert len(imported) < 10, imported
+        shared += Path("/dev/shm").glob(f"*_{pid}_*")
+    assert shared == [] and left_behind() == {}

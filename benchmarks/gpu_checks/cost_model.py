@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ds_infinipipe.planner.fit import fit_rows
+from ds_infinipipe.planner.predict.fit import fit_rows
 from ds_infinipipe.profiling.layer import profile_layer
 from gpu_checks.measure import Row, Sizes
 

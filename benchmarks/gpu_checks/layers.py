@@ -11,10 +11,10 @@ from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.compiling import check_compiling
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import load_hf_config, make_rotary
-from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import DecoderLayer
+from ds_infinipipe.model.liger import resolve_kernels, use_kernels
 from ds_infinipipe.ops.fp8 import check_fp8
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
 from gpu_checks.measure import Budget, Row, Sizes, seconds
 
 __all__ = ["check_layers"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,25 +13,20 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_infinipipe.checks.random_plans import with_prediction
 from ds_infinipipe.launcher import become_only_rank
-from ds_infinipipe.planner.flops import step_flops
-from ds_infinipipe.planner.lower import lower_plan
-from ds_infinipipe.planner.order import backward_order, pipeline_operations
-from ds_infinipipe.planner.random_plans import with_prediction
-from ds_infinipipe.planner.types import (
-    Chunk,
-    PipelinePlan,
-    Plan,
-    Prediction,
-    Slice,
-    SolverStats,
-)
-from ds_infinipipe.planner.verify import verify_plan
-from ds_infinipipe.runtime.batch import StepBatch
-from ds_infinipipe.runtime.engine import InfiniPipeEngine
-from ds_infinipipe.runtime.initialize import initialize
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
-from ds_infinipipe.runtime.module import InfiniPipeModule
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.plan.lower import lower_plan
+from ds_infinipipe.planner.plan.order import backward_order
+from ds_infinipipe.planner.plan.plan import PipelinePlan, Plan, Prediction, SolverStats
+from ds_infinipipe.planner.predict.schedule import pipeline_schedule
+from ds_infinipipe.planner.predict.time import step_flops
+from ds_infinipipe.planner.verify.frame import verify_plan
+from ds_infinipipe.runtime.engine.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.engine.initialize import initialize
+from ds_infinipipe.runtime.engine.module import InfiniPipeModule
+from ds_infinipipe.runtime.stage.batch import StepBatch
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 from gpu_checks.measure import Budget, Row, Sizes, seconds
 
 __all__ = ["check_training"]
@@ -100,7 +95,7 @@ def _ours(
     batch = _batch(tokens, engine.module.spec.vocab_size)
     try:
         engine.train_plan(plan, batch)  # the first step makes Adam's moments
-        with MemoryMeter(engine) as meter:
+        with MemoryMeter(engine.device, engine.before_step_hooks) as meter:
             engine.train_plan(plan, batch)
         taken_s = seconds(lambda: engine.train_plan(plan, batch), sizes, _TIMED_STEPS)
     except torch.OutOfMemoryError as error:
@@ -212,21 +207,15 @@ def _fixed_plan(engine: InfiniPipeEngine, tokens: int, slice_tokens: int, recomp
     pipeline = PipelinePlan(
         forward, backward_order(chunks, forward), ((recompute,) * len(chunks),), len(chunks)
     )
-    operations = pipeline_operations((pipeline,), layout.pp)
+    operations = pipeline_schedule((pipeline,), layout.pp).as_operations()
     plan = Plan(
-        model=engine.module.spec,
-        cluster=engine.settings.load_cluster(),
-        layout=layout,
+        setup=replace(engine.module.setup, limit_bytes=2**60),
         lengths=(tokens,),
-        alignment=1,
-        memory_limit_bytes=2**60,
         chunks=chunks,
         pipelines=(pipeline,),
         streams=lower_plan((pipeline,), chunks, layout, operations),
         predicted=Prediction(0.0, 0.0, (0,)),
         solver=SolverStats("fixed", len(chunks), "feasible", 0.0, 0.0),
-        zero_stage=3,
-        loss_block_tokens=engine.module.planner_settings.loss_block_tokens,
     )
     return with_prediction(plan)
 

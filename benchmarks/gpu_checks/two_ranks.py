@@ -16,7 +16,7 @@ __all__ = ["check_two_ranks"]
 
 def check_two_ranks() -> Iterator[Row]:
     """Loss and gradients of pp 2 against the plain model, in float32 and without ZeRO."""
-    from ds_infinipipe.runtime.local_ranks import run_local_ranks
+    from ds_infinipipe.runtime.ranks.local import run_local_ranks
 
     by_rank = run_local_ranks(_compare, 2)
     worst_loss = max(abs(step["loss_error"]) for rank in by_rank for step in rank)
@@ -30,6 +30,6 @@ def _compare() -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
     torch.distributed.init_process_group("gloo")
-    from ds_infinipipe.runtime.selftest import Case, compare_steps
+    from ds_infinipipe.checks.exactness import Case, compare_steps
 
     return [asdict(step) for step in compare_steps(Case(pp=2, sp=1, zero_stage=0, steps=2))]

@@ -12,32 +12,33 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from ds_infinipipe.errors import InfiniPipeError
 from ds_infinipipe.launcher import tell_launcher
-from ds_infinipipe.runtime.last_words import LastWords, report_failure
+from ds_infinipipe.runtime.ranks.last_words import LastWords, report_failure
 
 __all__ = ["main"]
 
 _PROGRAM = "infinipipe"
 _PATIENCE_S = 3.0
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-_VERBS = (
-    "train",
-    "plan",
-    "show",
-    "compare",
-    "lengths",
-    "calibrate",
-    "config",
-    "sweep",
-    "schema",
-    "verify",
-    "replay",
-    "export-hf",
-)
+# by verb, in the order of --help, its module below this package
+_VERBS: Mapping[str, str] = {
+    "train": "train",
+    "plan": "plan",
+    "show": "show",
+    "compare": "compare",
+    "lengths": "lengths",
+    "calibrate": "calibrate",
+    "config": "files.config",
+    "sweep": "sweep",
+    "schema": "files.schema",
+    "verify": "verify",
+    "replay": "replay",
+    "export-hf": "files.export_hf",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +99,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_common(parser, top_level=True)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name in _VERBS:
-        module = import_module(f"ds_infinipipe.cli.{name.replace('-', '_')}")
+    for name, place in _VERBS.items():
+        module = import_module(f"{__name__}.{place}")
         summary = str(module.__doc__).strip().splitlines()[0]
         verb = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         _add_common(verb, top_level=False)

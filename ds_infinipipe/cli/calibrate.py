@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from ds_infinipipe.cli.question import check_folder, write_text
+from ds_infinipipe.cli.parts.inputs import check_folder, write_text
 from ds_infinipipe.launcher import launched_ranks, prepare_allocator
 
 if TYPE_CHECKING:
     import torch
 
-    from ds_infinipipe.planner.clusters import ClusterSpec
-    from ds_infinipipe.planner.fit import LayerFit
-    from ds_infinipipe.planner.link_fit import Link, LinkFit
+    from ds_infinipipe.planner.facts.clusters import ClusterSpec
+    from ds_infinipipe.planner.predict.fit import LayerFit, Link, LinkFit
     from ds_infinipipe.profiling.links import NodeShape
 
 __all__ = ["add_arguments", "run"]
@@ -58,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ds_infinipipe.errors import ConfigError
-    from ds_infinipipe.planner.clusters import load_cluster
-    from ds_infinipipe.planner.fit import calibrated_cluster
-    from ds_infinipipe.planner.specs import load_model
+    from ds_infinipipe.planner.facts.clusters import load_cluster
+    from ds_infinipipe.planner.facts.models import load_model
+    from ds_infinipipe.planner.predict.fit import calibrated_cluster
 
     check_folder("--output", args.output)
     if not 1.0 <= args.budget_s <= 86400.0:
@@ -89,12 +88,11 @@ def _measure(
     """What was found; None on all ranks but the first."""
     import torch
 
-    from ds_infinipipe.planner.fit import fit_rows
-    from ds_infinipipe.planner.link_fit import fit_links
+    from ds_infinipipe.planner.predict.fit import fit_links, fit_rows
     from ds_infinipipe.profiling.layer import profile_layer
     from ds_infinipipe.profiling.links import profile_links
-    from ds_infinipipe.runtime.agree import raise_together
-    from ds_infinipipe.runtime.module import init_distributed
+    from ds_infinipipe.runtime.engine.module import init_distributed
+    from ds_infinipipe.runtime.ranks.agree import raise_together
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -126,7 +124,7 @@ def _memory(device: torch.device) -> int | None:
 def _changed(
     base: ClusterSpec, links: dict[Link, LinkFit], memory_bytes: int | None
 ) -> ClusterSpec:
-    from ds_infinipipe.planner.link_fit import cluster_with_links
+    from ds_infinipipe.planner.predict.fit import cluster_with_links
 
     cluster = cluster_with_links(links, base)
     return cluster if memory_bytes is None else replace(cluster, memory_bytes=memory_bytes)
@@ -182,7 +180,7 @@ def _summary(
 
 def _kept(links: dict[Link, LinkFit], memory_bytes: int | None) -> Iterator[str]:
     """Fields of the cluster that are the base's."""
-    from ds_infinipipe.planner.link_fit import Link
+    from ds_infinipipe.planner.predict.fit import Link
 
     yield from ("num_nodes", "devices_per_node", "peak_flops", "zero_overlap")
     if memory_bytes is None:

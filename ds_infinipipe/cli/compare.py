@@ -6,10 +6,10 @@ import argparse
 import csv
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from ds_infinipipe.cli.question import (
+from ds_infinipipe.cli.parts.inputs import (
     Question,
     add_question_arguments,
     check_folder,
@@ -19,8 +19,8 @@ from ds_infinipipe.cli.question import (
 from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
 
 if TYPE_CHECKING:
-    from ds_infinipipe.planner.baselines import BaselineResult, Workload
-    from ds_infinipipe.planner.specs import Layout
+    from ds_infinipipe.baselines.registry import BaselineResult, Workload
+    from ds_infinipipe.planner.facts.setup import Layout
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
         require_matplotlib("--plot")
     question = read_question(args, has_default_layout=True)
-    from ds_infinipipe.planner.baselines import BASELINES, compare
+    from ds_infinipipe.baselines.registry import BASELINES, compare
     from ds_infinipipe.viz.comparison import comparison_table, draw_comparison
 
     names = _names(args.systems, tuple(BASELINES))
@@ -78,24 +78,16 @@ def _names(given: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _workload(question: Question) -> Workload:
-    from ds_infinipipe.planner.baselines import Workload
-    from ds_infinipipe.planner.layouts import possible_layouts
+    from ds_infinipipe.baselines.registry import Workload
+    from ds_infinipipe.planner.search.layouts import possible_layouts
 
-    layout = question.layout
+    setup = question.setup
     others: tuple[Layout, ...] = ()
-    if layout is None:
-        others = possible_layouts(question.model, question.cluster.num_devices)
-        nodes = [o for o in others if o.sp == question.cluster.devices_per_node]
-        layout = max(nodes or others, key=lambda o: o.pp)
-    return Workload(
-        question.lengths,
-        question.model,
-        question.cluster,
-        layout,
-        question.settings,
-        question.zero_stage,
-        others,
-    )
+    if question.tries_layouts:
+        others = possible_layouts(setup.model, setup.cluster.num_devices)
+        nodes = [o for o in others if o.sp == setup.cluster.devices_per_node]
+        setup = replace(setup, layout=max(nodes or others, key=lambda o: o.pp))
+    return Workload(question.lengths, setup, question.settings, others)
 
 
 def _rows(results: tuple[BaselineResult, ...]) -> list[dict[str, object]]:
@@ -116,15 +108,14 @@ def _csv(results: tuple[BaselineResult, ...]) -> str:
 
 
 def _json(args: argparse.Namespace, workload: Workload, results: tuple[BaselineResult, ...]) -> str:
+    setup = workload.setup.to_json()
     content = {
         "lengths": args.lengths,
         "context": args.context,
         "num_sequences": len(workload.lengths),
         "num_tokens": workload.num_tokens,
-        "model": asdict(workload.model),
-        "cluster": asdict(workload.cluster),
-        "layout": "auto" if workload.other_layouts else asdict(workload.layout),
-        "memory_limit_bytes": workload.limit_bytes,
+        **setup,
+        "layout": "auto" if workload.other_layouts else setup["layout"],
         "settings": workload.settings.model_dump(),
         "results": _rows(results),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_infinipipe.cli.question import check_folder, write_text
+from ds_infinipipe.cli.parts.inputs import check_folder, write_text
 
 __all__ = ["add_arguments", "run"]
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_infinipipe.cli.question import (
+from ds_infinipipe.cli.parts.inputs import (
     Question,
     add_question_arguments,
     check_folder,
     read_question,
     write_text,
 )
-from ds_infinipipe.cli.views import add_view_arguments, check_views, explanation, write_views
+from ds_infinipipe.cli.parts.views import add_view_arguments, check_views, explanation, write_views
 
 if TYPE_CHECKING:
-    from ds_infinipipe.planner.types import Plan
+    from ds_infinipipe.planner.plan.plan import Plan
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     check_views(args)
     question = read_question(args)
-    plans = _search(question) if question.layout is None else _plan(question)
+    plans = _search(question) if question.tries_layouts else _plan(question)
     from ds_infinipipe.viz.tables import plan_summary
 
     slowest = max(plans, key=lambda plan: plan.predicted.step_time_s)
@@ -55,32 +55,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(question: Question) -> Sequence[Plan]:
-    from ds_infinipipe.planner.layouts import plan_replicas
+    from ds_infinipipe.planner.search.layouts import plan_replicas
 
-    assert question.layout is not None
-    return tuple(
-        plan_replicas(
-            question.lengths,
-            model=question.model,
-            cluster=question.cluster,
-            layout=question.layout,
-            settings=question.settings,
-            zero_stage=question.zero_stage,
-        )
-    )
+    return tuple(plan_replicas(question.lengths, question.setup, question.settings))
 
 
 def _search(question: Question) -> Sequence[Plan]:
-    from ds_infinipipe.planner.layouts import search_layouts
+    from ds_infinipipe.planner.search.layouts import search_layouts
     from ds_infinipipe.viz.comparison import layout_table
 
-    search = search_layouts(
-        question.lengths,
-        model=question.model,
-        cluster=question.cluster,
-        settings=question.settings,
-        zero_stage=question.zero_stage,
-    )
+    search = search_layouts(question.lengths, question.setup, question.settings)
     print(layout_table(search))
     print()
     return search.best.plans

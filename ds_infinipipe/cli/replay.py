@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ds_infinipipe.cli.overrides import apply_overrides
-from ds_infinipipe.deepspeed_json import read_deepspeed_json
+from ds_infinipipe.cli.parts.overrides import apply_overrides
+from ds_infinipipe.config.deepspeed import read_deepspeed_json
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.launcher import prepare_allocator
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--times {args.times}: at least 1 is needed")
     config = apply_overrides(read_deepspeed_json(args.deepspeed_config), args.overrides)
     prepare_allocator()
-    from ds_infinipipe.runtime.replay import replay
+    from ds_infinipipe.runtime.engine.replay import replay
 
     replay(config, args.step, args.times)
     return 0

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ds_infinipipe.cli.views import add_view_arguments, check_views, write_views
+from ds_infinipipe.cli.parts.views import add_view_arguments, check_views, write_views
 from ds_infinipipe.errors import ConfigError, ScheduleError
 
 __all__ = ["add_arguments", "run"]
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_views(args)
-    from ds_infinipipe.planner.types import Plan
-    from ds_infinipipe.planner.verify import verify_plan
+    from ds_infinipipe.planner.plan.plan import Plan
+    from ds_infinipipe.planner.verify.frame import verify_plan
     from ds_infinipipe.viz.memory import memory_table
     from ds_infinipipe.viz.recompute_map import recompute_text
     from ds_infinipipe.viz.tables import plan_summary

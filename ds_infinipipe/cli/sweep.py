@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_infinipipe.cli.config import CONFIG_MODULE, allow_new_keys, config_text
-from ds_infinipipe.cli.sweep_training import LOG_NAME, outputs_below, train_point
+from ds_infinipipe.cli.files.config import CONFIG_MODULE, allow_new_keys, config_text
+from ds_infinipipe.cli.parts.sweep_training import LOG_NAME, outputs_below, train_point
 from ds_infinipipe.errors import ConfigError, InfeasiblePlanError
 
 __all__ = ["add_arguments", "run"]
@@ -83,7 +83,7 @@ def _run_point(composed: dict[str, Any], folder: Path) -> dict[str, Any]:
         composed = outputs_below(composed, folder)
     file = folder / "deepspeed.json"
     file.write_text(config_text(composed), encoding="utf-8")
-    from ds_infinipipe.cli.predict import predict_point
+    from ds_infinipipe.cli.parts.predict import predict_point
 
     source, steps = str(wanted["lengths"]), _steps(wanted["steps"])
     try:

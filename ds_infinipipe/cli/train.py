@@ -6,15 +6,15 @@ import argparse
 import os
 from typing import Any
 
-from ds_infinipipe.cli.overrides import apply_overrides
-from ds_infinipipe.config import InfiniPipeConfig
-from ds_infinipipe.deepspeed_json import (
+from ds_infinipipe.cli.parts.overrides import apply_overrides
+from ds_infinipipe.config.deepspeed import (
     check_deepspeed_settings,
     read_deepspeed_json,
     require_optimizer,
 )
+from ds_infinipipe.config.section import InfiniPipeConfig
 from ds_infinipipe.launcher import become_only_rank, launched_ranks, prepare_allocator
-from ds_infinipipe.planner.specs import make_layout
+from ds_infinipipe.planner.facts.setup import make_layout
 
 __all__ = ["add_arguments", "run"]
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     config = apply_overrides(config, overrides)
     _check(config, _world_size())
     prepare_allocator()
-    from ds_infinipipe.runtime.train import train
+    from ds_infinipipe.runtime.engine.train import train
 
     train(config)
     return 0

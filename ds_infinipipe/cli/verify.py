@@ -26,6 +26,6 @@ def run(args: argparse.Namespace) -> int:
     # the ranks are processes of this machine's CPU, and there may be more of them than cores
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from ds_infinipipe.runtime import verification
+    from ds_infinipipe.checks import exactness
 
-    return int(verification.main(args))
+    return int(exactness.main(args))

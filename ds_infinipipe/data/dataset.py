@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_infinipipe.config import DataSettings
+from ds_infinipipe.config.section import DataSettings
 from ds_infinipipe.data.corpus import Corpus, CorpusCounts, DocumentSource, read_corpus
 from ds_infinipipe.data.files import FileScan
 from ds_infinipipe.data.lengths import OverLengthReport, cut_document

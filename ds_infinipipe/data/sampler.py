@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_infinipipe.errors import ConfigError, DataError
-from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.replicas import idle_plan, split_batch
-from ds_infinipipe.planner.search import plan_batch
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import ClusterSpec, Layout, ModelSpec
-from ds_infinipipe.planner.types import Chunk, Plan
+from ds_infinipipe.planner.facts.settings import PlannerSettings
+from ds_infinipipe.planner.facts.setup import Setup
+from ds_infinipipe.planner.plan.chunks import Chunk
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.predict.time import CostModel
+from ds_infinipipe.planner.search.batch import plan_batch
+from ds_infinipipe.planner.search.replicas import idle_plan, split_batch
 
 __all__ = ["ChunkSampler", "SequenceSampler", "Step"]
 
@@ -180,12 +180,9 @@ class ChunkSampler:
         self,
         lengths: Sequence[int] | NDArray[np.int64],
         batch_size: int,
-        *,
-        model: ModelSpec,
-        cluster: ClusterSpec,
-        layout: Layout,
+        setup: Setup,
         settings: PlannerSettings | None = None,
-        zero_stage: int = 3,
+        *,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -197,9 +194,8 @@ class ChunkSampler:
                 f"sequence {unusable[0]} has length {self.lengths[unusable[0]]}; "
                 "every length must be at least 1 token"
             )
-        self.model, self.cluster, self.layout = model, cluster, layout
+        self.setup = setup
         self.settings = settings if settings is not None else PlannerSettings()
-        self.zero_stage = zero_stage
         self.order = SequenceSampler(len(self.lengths), batch_size, seed, shuffle, drop_last)
 
     def __iter__(self) -> Iterator[Step]:
@@ -215,16 +211,16 @@ class ChunkSampler:
 
     def replicas(self, step: Step) -> tuple[Step, ...]:
         """The step's share of each data-parallel replica, of similar predicted time."""
-        if self.layout.dp == 1:
+        dp = self.setup.layout.dp
+        if dp == 1:
             return (step,)
-        cost = CostModel(self.model, self.cluster, self.layout, self.zero_stage)
         return tuple(
             replace(
                 step,
                 sequences=tuple(step.sequences[i] for i in share),
                 lengths=tuple(step.lengths[i] for i in share),
             )
-            for share in split_batch(step.lengths, self.layout.dp, cost)
+            for share in split_batch(step.lengths, dp, CostModel(self.setup))
         )
 
     def plan(self, step: Step) -> Plan:
@@ -232,14 +228,9 @@ class ChunkSampler:
 
         Raises InfeasiblePlanError if no plan fits the memory limit.
         """
-        make_plan = partial(plan_batch, step.lengths) if step.lengths else idle_plan
-        return make_plan(
-            model=self.model,
-            cluster=self.cluster,
-            layout=self.layout,
-            settings=self.settings,
-            zero_stage=self.zero_stage,
-        )
+        if not step.lengths:
+            return idle_plan(self.setup, self.settings)
+        return plan_batch(step.lengths, self.setup, self.settings)
 
     def chunks(self, step: Step) -> tuple[Chunk, ...]:
         """The chunks of a step's plan."""

@@ -25,7 +25,7 @@ from ds_infinipipe.ops.ulysses import (
     to_heads,
     to_tokens,
 )
-from ds_infinipipe.planner.types import Chunk
+from ds_infinipipe.planner.plan.chunks import Chunk
 
 __all__ = ["ChunkContext", "chunk_attention", "chunk_positions", "rank_tokens"]
 
@@ -89,7 +89,6 @@ class ChunkContext:
         dtype: torch.dtype,
         attention_impl: str = "auto",
         joins_qkv: bool = False,
-        watch: Stopwatch | None = None,
     ) -> ChunkContext:
         """`arena` belongs to the cut sequence of `chunk.slices[0]`, None if there is none.
 
@@ -113,7 +112,6 @@ class ChunkContext:
             cos_sin=(cos, sin),
             attention_impl=attention_impl,
             joins_qkv=joins_qkv,
-            watch=watch,
         )
 
 

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.json_file import read_json_object
 from ds_infinipipe.model.context import ChunkContext, chunk_attention
-from ds_infinipipe.planner.specs import model_from_hf
+from ds_infinipipe.planner.facts.models import model_from_hf
 
 __all__ = [
     "ATTENTION_NAME",
@@ -33,7 +33,6 @@ __all__ = [
 ATTENTION_NAME = "infinipipe"
 """What transformers calls our attention in `config._attn_implementation`."""
 
-_CLASS_PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 # "dynamic" and "longrope" change their frequencies with the longest sequence of a forward call,
 # so a slice would be rotated differently from its whole sequence
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -142,7 +141,8 @@ def hf_class(config: PreTrainedConfig, suffix: str) -> type[nn.Module]:
     """The model's own class by the end of its name: "DecoderLayer", "RMSNorm", ..."""
     kind = config.model_type
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    found: type[nn.Module] = getattr(module, _CLASS_PREFIX[kind] + suffix)
+    prefix = CONFIG_MAPPING[kind].__name__.removesuffix("Config")  # "Llama" of LlamaConfig
+    found: type[nn.Module] = getattr(module, prefix + suffix)
     return found
 
 

@@ -18,7 +18,7 @@ __all__ = ["EarlyGradient", "Projection", "WeightWork", "add_gradient"]
 class Projection(nn.Linear):
     """`nn.Linear`; while `left` is a list, its backward puts the weight's part there."""
 
-    left: list[WeightWork] | None = None
+    left: list[WeightWork | EarlyGradient] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = _Project.apply(x, self.weight, self.bias, self)
@@ -57,7 +57,7 @@ class EarlyGradient:
         add_gradient(self.parameter, self.gradient)
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Add to `.grad` as autograd does, of a parameter whose values may be elsewhere.
 
     A sharded parameter that is not gathered is an empty tensor, for which torch refuses a gradient;
@@ -81,7 +81,7 @@ class _Project(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.projection = projection
         # DeepSpeed's ZeRO-3 replaces F.linear, to save the weight as is done here
-        return torch.ops.aten.linear(x, weight, bias)  # type: ignore[no-any-return]
+        return torch.ops.aten.linear(x, weight, bias)
 
     @staticmethod
     def backward(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.ops.triton_support import triton_obstacle
-from ds_infinipipe.planner.loss_memory import SCRATCH_ELEMENTS
+from ds_infinipipe.planner.predict.layer_bytes import LOSS_SCRATCH_ELEMENTS
 
 __all__ = [
     "BACKENDS",
@@ -117,7 +117,7 @@ def linear_cross_entropy_sum(
 
     Both gradients are computed here, block by block, and kept until backward: that costs T * E and
     V * E elements (the latter in float32 for half-precision weights), while logits take
-    `block_tokens` * V, in the inputs' dtype, for one block only (`planner.loss_memory`).
+    `block_tokens` * V, in the inputs' dtype, for one block only (`planner.predict.layer_bytes`).
     Log-sum-exp and loss are float32, float64 for float64 inputs; the result has that dtype. Neither
     the weight nor the logits are saved, so the weight may be released after forward. Labels of
     `ignore_index` count nothing. `impl` is "auto" or one of BACKENDS; raises ConfigError when it
@@ -233,7 +233,7 @@ def _add_outer(total_VE: Tensor, grad_logits_BV: Tensor, hidden_BE: Tensor) -> N
         torch.addmm(total_VE, grad_logits_BV.T, hidden_BE, out_dtype=total_VE.dtype, out=total_VE)
     else:
         hidden_BE = hidden_BE.to(total_VE.dtype)
-        width = max(1, SCRATCH_ELEMENTS // len(hidden_BE))
+        width = max(1, LOSS_SCRATCH_ELEMENTS // len(hidden_BE))
         for columns, words in zip(
             grad_logits_BV.split(width, 1), total_VE.split(width), strict=True
         ):
@@ -252,7 +252,7 @@ def _torch_rows_(
     num_rows, vocab_size = logits_BV.shape
     wide = _WIDE_BY_DTYPE[logits_BV.dtype]
     losses_B = logits_BV.new_empty(num_rows, dtype=wide)
-    step = num_rows if wide == logits_BV.dtype else max(1, SCRATCH_ELEMENTS // vocab_size)
+    step = num_rows if wide == logits_BV.dtype else max(1, LOSS_SCRATCH_ELEMENTS // vocab_size)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         logits = logits_BV[rows].to(wide)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.fp8_memory import SCRATCH_ELEMENTS
+from ds_infinipipe.planner.predict.layer_bytes import FP8_SCRATCH_ELEMENTS
 
 __all__ = ["RECIPES", "Fp8Linear", "Fp8Recipe", "check_fp8", "fp8_product", "quantise"]
 
@@ -56,7 +56,7 @@ def quantise(x_MK: Tensor, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, T
         # fused into one kernel; a loop would make a graph for each number of rows
         return (x_MK / scale).to(dtype).contiguous(), scale
     rounded = torch.empty(x_MK.shape, dtype=dtype, device=x_MK.device)
-    step = max(1, SCRATCH_ELEMENTS // x_MK.shape[1])
+    step = max(1, FP8_SCRATCH_ELEMENTS // x_MK.shape[1])
     for start in range(0, x_MK.shape[0], step):
         rows = slice(start, start + step)
         rounded[rows] = x_MK[rows] / (scale[rows] if per_row else scale)

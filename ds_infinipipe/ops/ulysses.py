@@ -43,8 +43,8 @@ def to_heads(x_THD: Tensor, pg: ProcessGroup | None, watch: Stopwatch | None = N
 
     Fewer heads than ranks (key/value heads of grouped attention) are repeated, so neighbouring
     ranks share one and its gradients add up. A number that sp does not divide is padded with zero
-    heads, which sit on the last ranks; `planner.specs.make_layout` lets only multi-head attention
-    come to that, where queries and keys are padded alike. Collective over `pg`.
+    heads, which sit on the last ranks; `make_layout` lets only multi-head attention come to
+    that, where queries and keys are padded alike. Collective over `pg`.
     """
     sp = group_size(pg)
     if sp == 1:

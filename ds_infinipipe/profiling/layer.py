@@ -6,7 +6,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ from transformers import PreTrainedConfig
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import load_hf_config, make_rotary, sliding_window
-from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import DecoderLayer
+from ds_infinipipe.model.liger import resolve_kernels, use_kernels
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.planner.attention_area import CAUSAL, AttentionArea
-from ds_infinipipe.planner.fit import ProfileRow
-from ds_infinipipe.planner.types import Chunk, Slice
-from ds_infinipipe.runtime.clock import HostClock, StepClock, make_clock
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.predict.area import CAUSAL, AttentionArea
+from ds_infinipipe.planner.predict.fit import ProfileRow
+from ds_infinipipe.runtime.ranks.clock import HostClock, StepClock, make_clock
 
 __all__ = ["profile_layer"]
 
@@ -57,12 +57,13 @@ def profile_layer(
     enough for three rounds of four sizes.
     """
     bench = _Bench.build(model_config, device, dtype, attention, kernels)
-    started = time.perf_counter()
+    now = _seconds_of(device)
+    started = now()
     chunks, round_s = _grid(bench, budget_s)
     times: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(chunks))}
     order, rng = list(times), random.Random(seed)
     for rounds in range(_MOST_ROUNDS):
-        spent_s = time.perf_counter() - started
+        spent_s = now() - started
         if rounds >= _LEAST_ROUNDS and spent_s + round_s > budget_s:
             break
         rng.shuffle(order)
@@ -70,7 +71,10 @@ def profile_layer(
             times[index].append(bench.measure(chunks[index]))
     return [
         ProfileRow.of(
-            chunk, *(statistics.median(side) for side in zip(*times[i], strict=True)), bench.area
+            chunk,
+            statistics.median(forward_s for forward_s, _ in times[i]),
+            statistics.median(backward_s for _, backward_s in times[i]),
+            bench.area,
         )
         for i, chunk in enumerate(chunks)
     ]
@@ -111,9 +115,10 @@ def _shapes(tokens: int) -> Iterator[Chunk]:
 
 
 def _wall(bench: _Bench, chunk: Chunk) -> float:
-    started = time.perf_counter()
+    now = _seconds_of(bench.device)
+    started = now()
     bench.measure(chunk)
-    return time.perf_counter() - started
+    return now() - started
 
 
 @dataclass
@@ -210,7 +215,13 @@ def _area_of_first_layer(config: PreTrainedConfig) -> AttentionArea:
 
 
 def _make_clock(device: torch.device) -> StepClock:
-    """CPU time where one thread computes, as other processes do not count in it."""
-    if device.type == "cpu" and torch.get_num_threads() == 1:
-        return HostClock(time.thread_time)
-    return make_clock(device)
+    return HostClock(time.thread_time) if _has_one_thread(device) else make_clock(device)
+
+
+def _seconds_of(device: torch.device) -> Callable[[], float]:
+    return time.thread_time if _has_one_thread(device) else time.perf_counter
+
+
+def _has_one_thread(device: torch.device) -> bool:
+    """Where one thread computes its CPU time counts: that of other processes is not in it."""
+    return device.type == "cpu" and torch.get_num_threads() == 1

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.link_fit import Link, LinkRow
+from ds_infinipipe.planner.predict.fit import Link, LinkRow
 
 __all__ = ["NodeShape", "profile_links"]
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_infinipipe.planner.costs import CostModel
-from ds_infinipipe.planner.types import ChunkKind, Op, Plan, Span, Timeline
+from ds_infinipipe.planner.plan.chunks import ChunkKind
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Op, Span, Timeline
+from ds_infinipipe.planner.predict.time import CostModel
 
 __all__ = ["COLORS", "LEGEND", "RECOMPUTE_COLORS", "Bar", "timeline_bars", "timeline_title"]
 
@@ -125,7 +127,7 @@ def _recompute_shares(
     plan: Plan, counts: Mapping[tuple[int, int], int]
 ) -> Mapping[Op, NDArray[np.float64]]:
     """[stage, chunk]: recompute time over all time of the B, and of the I."""
-    costs = CostModel.of_plan(plan).chunk_costs(plan.chunks)
+    costs = CostModel(plan.setup).chunk_costs(plan.chunks)
     layers = np.zeros((plan.layout.pp, len(plan.chunks)))
     for (stage, chunk), count in counts.items():
         layers[stage, chunk] = count

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_infinipipe.planner.types import Op, Plan, Span, Timeline
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Op, Span, Timeline
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 

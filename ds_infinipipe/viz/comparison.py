@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds_infinipipe.baselines.result import BaselineResult, Workload
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.baselines.result import BaselineResult, Workload
-from ds_infinipipe.planner.layouts import LayoutOutcome, LayoutSearch, LayoutStatus
+from ds_infinipipe.planner.search.layouts import LayoutOutcome, LayoutSearch, LayoutStatus
 from ds_infinipipe.viz.tables import kernels_note
 
 __all__ = ["comparison_table", "draw_comparison", "layout_table"]
@@ -64,9 +64,9 @@ def comparison_table(workload: Workload, results: Sequence[BaselineResult]) -> s
         )
     title = (
         f"{len(workload.lengths)} sequences, {workload.num_tokens:,} tokens, longest "
-        f"{workload.longest:,}; {workload.model.name} on {workload.cluster.name}, "
-        f"{workload.num_devices} devices, {workload.limit_bytes / _GIB:.4g} GiB each; predicted\n"
-        f"memory {kernels_note(workload.model)}"
+        f"{workload.longest:,}; {workload.setup.model.name} on {workload.setup.cluster.name}, "
+        f"{workload.num_devices} devices, {workload.setup.limit_bytes / _GIB:.4g} GiB each; "
+        f"predicted\nmemory {kernels_note(workload.setup.execution)}"
     )
     return f"{title}\n\n{_align(rows, num_left=2, num_right=7)}"
 
@@ -105,7 +105,7 @@ def draw_comparison(workload: Workload, results: Sequence[BaselineResult], path:
     axes.set_yticks(places, [f"{r.name} ({r.configuration})" for r in shown])
     axes.invert_yaxis()
     axes.set_xlabel("predicted seconds a step")
-    axes.set_title(f"{workload.model.name} on {workload.cluster.name}", fontsize=10)
+    axes.set_title(f"{workload.setup.model.name} on {workload.setup.cluster.name}", fontsize=10)
     axes.legend(loc="lower right", fontsize=8)
     try:
         figure.savefig(path)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.types import ChunkKind, Plan, Timeline
+from ds_infinipipe.planner.plan.chunks import ChunkKind
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Timeline
 from ds_infinipipe.viz.bars import (
     COLORS,
     LEGEND,

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from ds_infinipipe.planner.forecast import forecast
-from ds_infinipipe.planner.types import Op, Plan, Timeline
-from ds_infinipipe.planner.verify_memory import MemoryUsage, memory_usage, peak_usages
+import numpy as np
+
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Instruction, Op, Timeline
+from ds_infinipipe.planner.predict.ledger import PART_NAMES, plan_ledger
+from ds_infinipipe.planner.predict.simulate import forecast
 from ds_infinipipe.viz.figure import new_figure, save_figure
 
 __all__ = [
     "PARTS",
     "MemoryStep",
+    "MemoryUsage",
     "memory_axis_bytes",
     "memory_over_time",
     "memory_series",
     "memory_size",
     "memory_table",
+    "memory_usages",
     "usage_parts",
     "write_memory_png",
 ]
@@ -47,6 +52,25 @@ PARTS = (
     _Part("stashes", "for weights", "#fa9fb5"),
     _Part("transient", "transient", "#9e9ac8"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """What is alive on one rank of a stage, bytes; `stashes` is what W's to come need."""
+
+    states: int
+    activations: int
+    kv_arenas: int
+    kv_gradients: int
+    stashes: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in PART_NAMES)
+
+
+_Usages: TypeAlias = Sequence[tuple[Instruction, MemoryUsage, MemoryUsage]]
 
 
 @dataclass(frozen=True)
@@ -79,10 +103,20 @@ def usage_parts(usage: MemoryUsage) -> tuple[int, ...]:
 
 def memory_series(plan: Plan, stage: int) -> tuple[tuple[str, int], ...]:
     """(instruction, bytes while it runs) of all that computes; the maximum is the stage's peak."""
-    return tuple(
-        (str(plan.streams[stage][during.instruction]), during.total)
-        for during, _ in memory_usage(plan, stage)
-    )
+    return tuple((str(i), during.total) for i, during, _ in memory_usages(plan)[stage])
+
+
+def memory_usages(plan: Plan) -> tuple[_Usages, ...]:
+    """`result[stage]`: all that computes, and what is alive while it runs and after it."""
+    ledger, schedule, counts = plan_ledger(plan)
+    during, after = (np.moveaxis(p, 0, -1).tolist() for p in ledger.parts(schedule, counts))
+    result: list[_Usages] = []
+    for stage, stream in enumerate(plan.streams):
+        computing = [instruction for instruction in stream if instruction.op.is_compute]
+        # shorter lists than the longest end in NOTHING
+        rows = zip(computing, during[stage], after[stage], strict=False)
+        result.append([(i, MemoryUsage(*at), MemoryUsage(*then)) for i, at, then in rows])
+    return tuple(result)
 
 
 def memory_over_time(
@@ -91,24 +125,24 @@ def memory_over_time(
     """`result[stage]`: what is alive when, by the spans of `timeline` (default: the forecast)."""
     timeline = forecast(plan) if timeline is None else timeline
     spans = {(s.stage, s.op, s.chunk): (s.start_s, s.end_s) for s in timeline.spans}
-    return tuple(_stage_steps(plan, stage, spans, timeline) for stage in range(plan.layout.pp))
+    return tuple(
+        _stage_steps(usages, stage, spans, timeline)
+        for stage, usages in enumerate(memory_usages(plan))
+    )
 
 
 def _stage_steps(
-    plan: Plan,
+    usages: _Usages,
     stage: int,
     spans: Mapping[tuple[int, Op, int], tuple[float, float]],
     timeline: Timeline,
 ) -> tuple[MemoryStep, ...]:
-    usages = list(memory_usage(plan, stage))
-    instructions = [plan.streams[stage][during.instruction] for during, _ in usages]
-    times = [spans[stage, i.op, i.chunk] for i in instructions]
-    states = usages[0][0].states
-    idle = MemoryUsage(0, states, 0, 0, 0, 0, 0)
+    times = [spans[stage, i.op, i.chunk] for i, _, _ in usages]
+    idle = MemoryUsage(usages[0][1].states, 0, 0, 0, 0, 0)
     steps = [MemoryStep(0.0, times[0][0], idle, "before the first instruction")]
     next_starts = [start for start, _ in times[1:]] + [timeline.makespan_s]
-    rows = zip(usages, instructions, times, next_starts, strict=True)
-    for (during, after), instruction, (start_s, end_s), next_s in rows:
+    rows = zip(usages, times, next_starts, strict=True)
+    for (instruction, during, after), (start_s, end_s), next_s in rows:
         steps.append(MemoryStep(start_s, end_s, during, f"during {instruction}"))
         steps.append(MemoryStep(end_s, next_s, after, f"after {instruction}"))
     return tuple(step for step in steps if step.end_s > step.start_s)
@@ -116,23 +150,31 @@ def _stage_steps(
 
 def memory_table(plan: Plan) -> str:
     """Text: each stage's peak in its parts, the instruction it happens in, what is free."""
-    peaks = peak_usages(plan)
-    is_large = max(usage.total for usage in peaks) >= _GIB
+    peaks = [_peak(usages, plan, stage) for stage, usages in enumerate(memory_usages(plan))]
+    is_large = max(usage.total for _, usage in peaks) >= _GIB
     unit, name = (_GIB, "GiB") if is_large else (2**20, "MiB")
     head = "".join(f"{part.name:>14}" for part in PARTS)
     lines = [f"memory at the peak, {name}", f"stage{head}{'in all':>10}{'free':>10}  in"]
-    for stage, usage in enumerate(peaks):
+    for stage, (instruction, usage) in enumerate(peaks):
         parts = "".join(f"{value / unit:>14.2f}" for value in usage_parts(usage))
-        free = (plan.memory_limit_bytes - usage.total) / unit
-        instruction = plan.streams[stage][usage.instruction]
+        free = (plan.setup.limit_bytes - usage.total) / unit
         lines.append(f"{stage:>5}{parts}{usage.total / unit:>10.2f}{free:>10.2f}  {instruction}")
     return "\n".join(lines)
+
+
+def _peak(usages: _Usages, plan: Plan, stage: int) -> tuple[Instruction, MemoryUsage]:
+    """The first instruction at which most is alive; of a stage without work its states."""
+    if not usages:
+        return plan.streams[stage][-1], MemoryUsage(plan.predicted.peak_bytes[stage], 0, 0, 0, 0, 0)
+    # max() keeps the first of equals
+    instruction, during, _ = max(usages, key=lambda entry: entry[1].total)
+    return instruction, during
 
 
 def memory_axis_bytes(plan: Plan) -> float:
     """Top of the memory axis: above limit and peaks, or above the peaks if the limit is far off."""
     peak = max(plan.predicted.peak_bytes)
-    limit = plan.memory_limit_bytes
+    limit = plan.setup.limit_bytes
     return 1.08 * max(peak, limit if limit < _FAR_LIMIT * peak else 0)
 
 
@@ -169,7 +211,7 @@ def _draw_stage(axes: Any, steps: tuple[MemoryStep, ...], plan: Plan, stage: int
         colors=[part.color for part in PARTS],
         linewidth=0,
     )
-    limit_gib = plan.memory_limit_bytes / _GIB
+    limit_gib = plan.setup.limit_bytes / _GIB
     peak_gib = plan.predicted.peak_bytes[stage] / _GIB
     axes.axhline(limit_gib, color="#c0392b", linewidth=1.2, label="limit")
     axes.set_title(

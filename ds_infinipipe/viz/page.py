@@ -10,7 +10,9 @@ from html import escape
 from pathlib import Path
 
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.planner.types import ChunkKind, Plan, Timeline
+from ds_infinipipe.planner.plan.chunks import ChunkKind
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Timeline
 from ds_infinipipe.viz.bars import (
     COLORS,
     LEGEND,
@@ -141,7 +143,7 @@ def _bar_svg(canvas: _Canvas, name: str, bar: Bar) -> str:
 
 def _add_memory(canvas: _Canvas, stage: int, steps: Sequence[MemoryStep], plan: Plan) -> None:
     top = memory_axis_bytes(plan)
-    limit, peak = plan.memory_limit_bytes, plan.predicted.peak_bytes[stage]
+    limit, peak = plan.setup.limit_bytes, plan.predicted.peak_bytes[stage]
     canvas.label(f"stage {stage}", 20)
     canvas.label(f"peak {peak / _GIB:.4g} GiB", 36, "small")
     canvas.label(f"limit {limit / _GIB:.4g} GiB", 50, "small")

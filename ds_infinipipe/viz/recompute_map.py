@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ds_infinipipe.planner.types import Op, Plan
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Op
 
 __all__ = ["recompute_map", "recompute_text"]
 

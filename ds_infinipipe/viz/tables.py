@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
-from ds_infinipipe.planner.model_states import can_keep_gathered
-from ds_infinipipe.planner.specs import ModelSpec
-from ds_infinipipe.planner.types import ChunkKind, Op, Plan
+from ds_infinipipe.planner.facts.setup import Execution
+from ds_infinipipe.planner.plan.chunks import ChunkKind
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Op
 
 __all__ = ["kernels_note", "plan_summary"]
 
@@ -23,7 +24,7 @@ def plan_summary(plan: Plan) -> str:
             _chunks_line(plan),
             *_pipeline_lines(plan),
             *_idle_line(plan),
-            f"memory     {kernels_note(plan.model)}",
+            f"memory     {kernels_note(plan.setup.execution)}",
             *_gather_line(plan),
             "",
             *_stage_table(plan),
@@ -35,9 +36,9 @@ def plan_summary(plan: Plan) -> str:
     )
 
 
-def kernels_note(model: ModelSpec) -> str:
+def kernels_note(execution: Execution) -> str:
     """Which layers' saved activations the predicted memory is for."""
-    if model.fused_kernels:
+    if execution.fused_kernels:
         return (
             "with the activations of fused kernels; training here keeps more, those of plain layers"
         )
@@ -45,9 +46,9 @@ def kernels_note(model: ModelSpec) -> str:
 
 
 def _gather_line(plan: Plan) -> list[str]:
-    if not can_keep_gathered(plan.layout, plan.zero_stage):
+    if not plan.setup.gathers_parameters:
         return []
-    when = "once a step, and kept" if plan.keeps_gathered else "for every chunk"
+    when = "once a step, and kept" if plan.setup.execution.keeps_gathered else "for every chunk"
     return [f"gathers    parameters {when}"]
 
 
@@ -91,7 +92,7 @@ def _pipeline_lines(plan: Plan) -> list[str]:
 
 
 def _stage_table(plan: Plan) -> list[str]:
-    limit_gib = plan.memory_limit_bytes / _GIB
+    limit_gib = plan.setup.limit_bytes / _GIB
     lines = ["stage  layers   peak GiB  limit GiB   used  recomputed layers (of all forwards')"]
     for stage, layers in enumerate(plan.layout.stage_layers):
         forwards = [i for i in plan.streams[stage] if i.op is Op.FORWARD]
@@ -99,7 +100,7 @@ def _stage_table(plan: Plan) -> list[str]:
         peak = plan.predicted.peak_bytes[stage]
         lines.append(
             f"{stage:>5}  {layers:>6}  {peak / _GIB:>9.2f}  {limit_gib:>9.2f}  "
-            f"{peak / max(1, plan.memory_limit_bytes):>5.0%}  "
+            f"{peak / plan.setup.limit_bytes:>5.0%}  "
             f"{recomputed} of {possible} ({recomputed / max(1, possible):.1%})"
         )
     return lines

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from ds_infinipipe.config import DataSettings
+from ds_infinipipe.config.section import DataSettings
 from ds_infinipipe.data.dataset import DocumentDataset
 from ds_infinipipe.data.tokenizer import ByteTokenizer
 from ds_infinipipe.errors import DataError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,19 +11,24 @@ import pytest
 
 from ds_infinipipe.data.sampler import ChunkSampler, SequenceSampler
 from ds_infinipipe.errors import ConfigError, DataError
-from ds_infinipipe.planner.settings import PlannerSettings
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, ModelSpec, make_layout
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+from ds_infinipipe.planner.facts.models import ModelSpec
+from ds_infinipipe.planner.facts.settings import PlannerSettings
+from ds_infinipipe.planner.facts.setup import Execution, make_layout, make_setup
 
-MODEL = ModelSpec("tiny", 4, 64, 128, 4, 2, 16, 320, dtype_bytes=4)
+MODEL = ModelSpec("tiny", 4, 64, 128, 4, 2, 16, 320)
+
+
+SETUP = make_setup(
+    MODEL, BUILTIN_CLUSTERS["cpu-local"], make_layout(MODEL, pp=2, sp=2), Execution(dtype_bytes=4)
+)
 
 
 def make_chunk_sampler(**changes: Any) -> ChunkSampler:
     lengths = np.random.default_rng(0).integers(2, 400, size=23)
     lengths[5] = 3000
     settings: dict[str, Any] = {
-        "model": MODEL,
-        "cluster": BUILTIN_CLUSTERS["cpu-local"],
-        "layout": make_layout(MODEL, pp=2, sp=2),
+        "setup": SETUP,
         "settings": PlannerSettings(solver="greedy"),
     }
     return ChunkSampler(lengths, 6, **{**settings, **changes})
@@ -152,7 +158,7 @@ def test_a_chunk_sampler_resumes_with_the_same_chunks() -> None:
 
 
 def test_replicas_share_a_step_and_plan_their_part() -> None:
-    sampler = make_chunk_sampler(layout=make_layout(MODEL, pp=2, sp=2, dp=8))
+    sampler = make_chunk_sampler(setup=replace(SETUP, layout=replace(SETUP.layout, dp=8)))
     step = sampler.step(0)
     parts = sampler.replicas(step)
     assert len(parts) == 8
@@ -166,10 +172,4 @@ def test_replicas_share_a_step_and_plan_their_part() -> None:
 
 def test_lengths_below_one_are_refused() -> None:
     with pytest.raises(DataError, match="sequence 1 has length 0"):
-        ChunkSampler(
-            [4, 0],
-            2,
-            model=MODEL,
-            cluster=BUILTIN_CLUSTERS["cpu-local"],
-            layout=make_layout(MODEL, pp=2, sp=2),
-        )
+        ChunkSampler([4, 0], 2, SETUP)

@@ -6,7 +6,6 @@ Run by `tests/ops/test_triton_kernels.py` in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import liger_kernel.ops.rms_norm
@@ -15,15 +14,17 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter
 from hf_reference import tiny_config
+from planner_cases import setup_of
 from test_saved_bytes import CHUNKS, SIZES, chunk_context, kept_bytes
 from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
-from ds_infinipipe.model.kernels import resolve_kernels, use_kernels
 from ds_infinipipe.model.layers import DecoderLayer, HeadLayer
-from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.specs import make_layout, model_from_hf
+from ds_infinipipe.model.liger import resolve_kernels, use_kernels
+from ds_infinipipe.planner.facts.models import model_from_hf
+from ds_infinipipe.planner.facts.setup import make_layout
+from ds_infinipipe.planner.predict.memory import MemoryModel
 
 KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 
@@ -131,8 +132,9 @@ def test_the_memory_model_of_fused_kernels_knows_what_ligers_layer_keeps(chunk: 
     kept = kept_bytes(
         _decoder(values, "liger"), context, torch.randn(1, CHUNKS[chunk].padded_tokens, 64)
     )
-    spec = replace(model_from_hf(values), dtype_bytes=4, fused_kernels=True)
-    predicted = MemoryModel(spec, make_layout(spec, 1, 1)).saved_bytes(CHUNKS[chunk])
+    spec = model_from_hf(values)
+    setup = setup_of(spec, make_layout(spec, 1, 1), dtype_bytes=4)
+    predicted = MemoryModel(setup).saved_bytes(CHUNKS[chunk])
     assert 0.85 * predicted < kept < 1.02 * predicted
 
 

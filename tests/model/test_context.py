@@ -19,7 +19,7 @@ from ds_infinipipe.model.context import (
 )
 from ds_infinipipe.ops.attention import Segments, varlen_attention
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
 
 DIM = 4
 SCALE = 0.5

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hf_reference import tiny_config
 
-from ds_infinipipe.config import InfiniPipeConfig
+from ds_infinipipe.config.section import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.model.hf import load_hf_config
-from ds_infinipipe.model.kernels import resolve_kernels
+from ds_infinipipe.model.liger import resolve_kernels
 
 CONFIG = load_hf_config(tiny_config("llama"))
 
@@ -41,8 +42,18 @@ def test_liger_that_is_missing_is_refused_by_name_and_passed_over_by_auto(
         resolve_kernels("liger", CONFIG, "cuda", torch.bfloat16)
 
 
+@pytest.mark.parametrize(("kind", "chosen"), [("llama", "liger"), ("plain", "torch")])
+def test_auto_passes_liger_over_for_families_it_has_no_kernels_for(
+    monkeypatch: pytest.MonkeyPatch, kind: str, chosen: str
+) -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    monkeypatch.setattr("ds_infinipipe.model.liger.triton_obstacle", lambda device_type: None)
+    config: Any = SimpleNamespace(hidden_act="silu", model_type=kind)
+    assert resolve_kernels("auto", config, "cuda", torch.bfloat16) == chosen
+
+
 @pytest.mark.parametrize(("kernels", "is_fused"), [("liger", True), ("torch", False)])
 def test_the_planner_counts_the_activations_of_the_kernels(kernels: str, is_fused: bool) -> None:
     model = {"config": tiny_config("llama"), "kernels": kernels}
     section = InfiniPipeConfig.from_section({"model": model})
-    assert section.model.load_spec().fused_kernels == is_fused
+    assert section.execution({}, 2).fused_kernels == is_fused

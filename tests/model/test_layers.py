@@ -23,7 +23,7 @@ from ds_infinipipe.model.layers import (
 )
 from ds_infinipipe.model.weights import init_parameter
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
 
 LENGTHS = (23, 9, 1, 6)
 CHUNKS = (

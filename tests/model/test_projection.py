@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 from hf_reference import tiny_config
+from planner_cases import setup_of
 from torch import Tensor, nn
 
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import load_hf_config, make_rotary
 from ds_infinipipe.model.layers import DecoderLayer, EmbeddingLayer
 from ds_infinipipe.model.projection import EarlyGradient, Projection, WeightWork, add_gradient
-from ds_infinipipe.planner.layer_tensors import stashed_token_bytes
-from ds_infinipipe.planner.specs import model_from_hf
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.facts.models import model_from_hf
+from ds_infinipipe.planner.facts.setup import make_layout
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.predict.layer_bytes import stashed_token_bytes
 
 CHUNK = Chunk((Slice(0, 0, 20, True), Slice(1, 0, 11, True)), padding=1)
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
@@ -71,9 +72,10 @@ def test_the_memory_model_knows_what_lies_between_the_halves(kind: str, dtype: t
         output.backward(torch.randn_like(output))
     halves = [item for item in work if isinstance(item, WeightWork)]
     kept = [t.untyped_storage() for item in halves for t in (item.source, item.output_gradient)]
-    spec = replace(model_from_hf(values), dtype_bytes=dtype.itemsize)
+    spec = model_from_hf(values)
+    setup = setup_of(spec, make_layout(spec, 1, 1), dtype_bytes=dtype.itemsize)
     found = sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
-    assert found == CHUNK.padded_tokens * stashed_token_bytes(spec)
+    assert found == CHUNK.padded_tokens * stashed_token_bytes(setup)
     assert all(item.source.grad_fn is None for item in halves)
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hf_reference import tiny_config
+from planner_cases import setup_of
 from torch import Tensor
 
 from ds_infinipipe.model.context import ChunkContext
 from ds_infinipipe.model.hf import load_hf_config, make_rotary
 from ds_infinipipe.model.layers import DecoderLayer
 from ds_infinipipe.ops.kv_arena import SequenceArena
-from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.specs import make_layout, model_from_hf
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.facts.models import model_from_hf
+from ds_infinipipe.planner.facts.setup import Execution, make_layout
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.predict.memory import MemoryModel
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
 CHUNKS = {
@@ -60,6 +60,7 @@ def test_the_memory_model_knows_what_a_layer_keeps(
     context = chunk_context(values, shape, dtype)
     layer = DecoderLayer(config, 0).to(dtype)
     kept = kept_bytes(layer, context, torch.randn(1, shape.padded_tokens, 64).to(dtype))
-    spec = replace(model_from_hf(values), dtype_bytes=dtype.itemsize)
-    predicted = MemoryModel(spec, make_layout(spec, 1, 1)).saved_bytes(shape)
+    spec, how = model_from_hf(values), Execution(dtype_bytes=dtype.itemsize, fused_kernels=False)
+    setup = setup_of(spec, make_layout(spec, 1, 1), execution=how)
+    predicted = MemoryModel(setup).saved_bytes(shape)
     assert 0.85 * predicted < kept < 1.02 * predicted

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def test_float64_is_exact() -> None:
     torch.testing.assert_close(logits, want_grad, rtol=1e-14, atol=1e-14)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     num_rows=st.integers(1, 9),
     vocab_size=st.integers(1, 600),

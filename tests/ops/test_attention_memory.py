@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_infinipipe.ops.attention import Segments, varlen_attention
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 
 NEW, HEADS, KV_HEADS, DIM = 64, 4, 2, 16
 

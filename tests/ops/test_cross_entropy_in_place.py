@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from planner_cases import setup_of
 from torch import Tensor
 
 from ds_infinipipe.errors import ConfigError
@@ -17,9 +18,10 @@ from ds_infinipipe.ops.cross_entropy import (
     linear_cross_entropy_tokens,
     resolve_cross_entropy,
 )
-from ds_infinipipe.planner.loss_memory import logits_bytes
-from ds_infinipipe.planner.specs import ModelSpec
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
+from ds_infinipipe.planner.facts.models import ModelSpec
+from ds_infinipipe.planner.facts.setup import make_layout
+from ds_infinipipe.planner.predict.layer_bytes import logits_bytes
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 
 CPU = torch.device("cpu")
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -43,7 +45,7 @@ def _labels(num_rows: int, vocab_size: int) -> Tensor:
 def test_losses_and_gradients_match_float64(
     dtype: torch.dtype, shape: tuple[int, int], scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr(cross_entropy, "LOSS_SCRATCH_ELEMENTS", scratch)
     padded = _logits(shape[0], shape[1] + 3, dtype)
     logits, labels = padded[:, : shape[1]], _labels(*shape)
     weights = torch.arange(1.0, shape[0] + 1)
@@ -69,7 +71,7 @@ def test_wide_logits_are_the_only_tensor_of_their_size(dtype: torch.dtype) -> No
 def test_half_precision_logits_need_a_few_widened_rows_beside_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "SCRATCH_ELEMENTS", 2 * 4000)
+    monkeypatch.setattr(cross_entropy, "LOSS_SCRATCH_ELEMENTS", 2 * 4000)
     logits, labels = _logits(50, 4000, torch.bfloat16), _labels(50, 4000)
     with MemoryMeter() as meter:
         cross_entropy_(logits, labels, impl="torch")
@@ -82,16 +84,17 @@ def test_the_loss_needs_the_bytes_the_memory_model_counts(
     dtype: torch.dtype, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_tokens, hidden_size, vocab_size = 256, 32, 8000
-    for module in ("ds_infinipipe.ops.cross_entropy", "ds_infinipipe.planner.loss_memory"):
-        monkeypatch.setattr(f"{module}.SCRATCH_ELEMENTS", 4 * vocab_size)
+    for module in ("ds_infinipipe.ops.cross_entropy", "ds_infinipipe.planner.predict.layer_bytes"):
+        monkeypatch.setattr(f"{module}.LOSS_SCRATCH_ELEMENTS", 4 * vocab_size)
     hidden = torch.randn(num_tokens, hidden_size).to(dtype).requires_grad_()
     weight = torch.randn(vocab_size, hidden_size).to(dtype).requires_grad_()
     labels = _labels(num_tokens, vocab_size)
     with MemoryMeter() as meter:
         linear_cross_entropy_sum(hidden, weight, labels, 1.0, block_tokens)
     gradients = hidden.nbytes + weight.numel() * 4
-    model = ModelSpec("m", 1, hidden_size, 64, 2, 2, 16, vocab_size, dtype_bytes=dtype.itemsize)
-    predicted = logits_bytes(model, block_tokens)
+    model = ModelSpec("m", 1, hidden_size, 64, 2, 2, 16, vocab_size)
+    setup = setup_of(model, make_layout(model, 1, 1), dtype_bytes=dtype.itemsize)
+    predicted = logits_bytes(setup, block_tokens)
     measured = meter.use.dynamic_bytes - gradients
     assert block_tokens * vocab_size * dtype.itemsize <= measured
     assert measured == pytest.approx(predicted, rel=0.05, abs=10_000)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.ops.fp8 import RECIPES, Fp8Linear, check_fp8, fp8_product, quantise
-from ds_infinipipe.runtime.memory_meter import MemoryMeter
+from ds_infinipipe.runtime.stage.meter import MemoryMeter
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -53,7 +54,7 @@ def test_rounding_needs_a_few_rows_in_float32_beside_the_result(
 ) -> None:
     x = _random(64, 4000).bfloat16()
     whole = quantise(x.t(), E4M3, per_row)
-    monkeypatch.setattr("ds_infinipipe.ops.fp8.SCRATCH_ELEMENTS", 2 * 4000)
+    monkeypatch.setattr("ds_infinipipe.ops.fp8.FP8_SCRATCH_ELEMENTS", 2 * 4000)
     with MemoryMeter() as meter:
         by_rows = quantise(x.t(), E4M3, per_row)
     assert meter.use.dynamic_bytes < 64 * 4000 + 2 * (2 * 4000 * 4) + 20 * 4000
@@ -73,7 +74,7 @@ def test_what_is_not_finite_stays_so() -> None:
     assert not torch.isfinite(quantise(x, E4M3, True)[0].float()[1]).all()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 4),

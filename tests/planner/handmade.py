@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import lcm
+from typing import Any
 
 import numpy as np
+from oracles.simulate import simulate
 
-from ds_infinipipe.planner.lower import lower_plan
-from ds_infinipipe.planner.simulate import simulate
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, Layout, ModelSpec, make_layout
-from ds_infinipipe.planner.types import (
-    Chunk,
-    Op,
-    PipelinePlan,
-    Plan,
-    Prediction,
-    Slice,
-    SolverStats,
-    Timeline,
-)
-from ds_infinipipe.planner.verify import peak_bytes_by_stage
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS
+from ds_infinipipe.planner.facts.models import ModelSpec
+from ds_infinipipe.planner.facts.setup import Execution, Layout, Setup, make_layout
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.plan.lower import lower_plan
+from ds_infinipipe.planner.plan.plan import PipelinePlan, Plan, Prediction, SolverStats
+from ds_infinipipe.planner.plan.stream import Op, Timeline
+from ds_infinipipe.planner.predict.simulate import forecast
+from ds_infinipipe.planner.verify.frame import peak_bytes_by_stage
 
 Operations = tuple[tuple[tuple[Op, int], ...], ...]
 
 
 def tiny_model(num_layers: int) -> ModelSpec:
-    return ModelSpec("tiny", num_layers, 32, 48, 4, 4, 8, 50, dtype_bytes=4)
+    return ModelSpec("tiny", num_layers, 32, 48, 4, 4, 8, 50)
 
 
 def whole(sequence: int, length: int) -> Slice:
@@ -136,12 +133,15 @@ def make_plan(
     pipelines = tuple(pipeline_of(chunks, forward, layout, recompute) for forward in forwards)
     operations = split_operations(operations_of(pipelines, pp), delay)
     plan = Plan(
-        model=model,
-        cluster=BUILTIN_CLUSTERS["cpu-local"],
-        layout=layout,
+        setup=Setup(
+            model,
+            BUILTIN_CLUSTERS["cpu-local"],
+            layout,
+            Execution(dtype_bytes=4),
+            limit_bytes=2**40,
+            alignment=alignment,
+        ),
         lengths=tuple(lengths),
-        alignment=alignment,
-        memory_limit_bytes=2**40,
         chunks=tuple(chunks),
         pipelines=pipelines,
         streams=lower_plan(pipelines, chunks, layout, operations),
@@ -151,11 +151,19 @@ def make_plan(
     return with_prediction(plan)
 
 
+def with_setup(plan: Plan, **changes: Any) -> Plan:
+    """The plan for another setup; `changes` name fields of it or of its execution."""
+    names = {field.name for field in fields(Setup)}
+    setup = replace(plan.setup, **{k: v for k, v in changes.items() if k in names})
+    rest = {k: v for k, v in changes.items() if k not in names}
+    return replace(plan, setup=setup.run_with(**rest))
+
+
 def with_prediction(plan: Plan) -> Plan:
-    timeline = unit_timeline(plan)
+    timeline = forecast(plan)
     peaks = peak_bytes_by_stage(plan)
     predicted = Prediction(timeline.makespan_s, timeline.bubble_ratio, peaks)
-    return replace(plan, predicted=predicted, memory_limit_bytes=max(peaks))
+    return with_setup(replace(plan, predicted=predicted), limit_bytes=max(peaks))
 
 
 def rich_plan() -> Plan:

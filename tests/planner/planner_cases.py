@@ -4,26 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from ds_infinipipe.planner.memory import MemoryModel
-from ds_infinipipe.planner.rows import PipelineMemory, measure_chunks, pipeline_memory
-from ds_infinipipe.planner.specs import BUILTIN_CLUSTERS, Layout, ModelSpec, make_layout
-from ds_infinipipe.planner.types import Chunk, Slice
+from ds_infinipipe.planner.facts.clusters import BUILTIN_CLUSTERS, ClusterSpec
+from ds_infinipipe.planner.facts.models import ModelSpec
+from ds_infinipipe.planner.facts.settings import PlannerSection
+from ds_infinipipe.planner.facts.setup import Execution, Layout, Setup, make_layout
+from ds_infinipipe.planner.plan.chunks import Chunk, Slice
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.predict.ledger import Ledger
+from ds_infinipipe.planner.predict.memory import MemoryModel
+from ds_infinipipe.planner.predict.rows import PipelineMemory, pipeline_memory
+from ds_infinipipe.planner.search.batch import plan_batch
 
 CLUSTER = replace(BUILTIN_CLUSTERS["cpu-local"], memory_bytes=2**30)
+PLAIN_FLOAT32 = Execution(dtype_bytes=4, fused_kernels=False)
 
 
-def unhurried(max_examples: int = 100) -> settings:
-    """For properties: a busy machine is no failure."""
-    slow = [HealthCheck.too_slow]
-    return settings(deadline=None, max_examples=max_examples, suppress_health_check=slow)
+def setup_of(
+    model: ModelSpec,
+    layout: Layout,
+    cluster: ClusterSpec = CLUSTER,
+    execution: Execution | None = None,
+    limit_bytes: int | None = None,
+    alignment: int = 1,
+    **changes: Any,
+) -> Setup:
+    """A setup within the cluster's memory; fused bf16 layers under ZeRO-3 but for `changes`."""
+    limit_bytes = cluster.memory_bytes if limit_bytes is None else limit_bytes
+    execution = replace(execution or Execution(), **changes)
+    return Setup(model, cluster, layout, execution, limit_bytes, alignment)
+
+
+def tiny_setup(num_layers: int, pp: int, sp: int = 1, **changes: Any) -> Setup:
+    """Plain float32 layers of the tiny model in even stages."""
+    model = tiny_model(num_layers)
+    return setup_of(model, make_layout(model, pp, sp), execution=PLAIN_FLOAT32, **changes)
+
+
+def plan_with(
+    lengths: Sequence[int],
+    model: ModelSpec,
+    layout: Layout,
+    cluster: ClusterSpec = CLUSTER,
+    execution: Execution | None = None,
+    **knobs: Any,
+) -> Plan:
+    """The plan under these keys of the configuration's `planner` section."""
+    section = PlannerSection.model_validate(knobs)
+    setup = section.setup(model, cluster, layout, execution or Execution())
+    return plan_batch(lengths, setup, section.settings)
 
 
 def tiny_model(num_layers: int) -> ModelSpec:
-    return ModelSpec("tiny", num_layers, 32, 64, 4, 2, 8, 128, dtype_bytes=4, fused_kernels=False)
+    return ModelSpec("tiny", num_layers, 32, 64, 4, 2, 8, 128)
 
 
 def cut(sequence: int, *lengths: int) -> list[Chunk]:
@@ -43,9 +79,8 @@ def batched(sequence: int, *lengths: int) -> Chunk:
 def memory_of(
     chunks: Sequence[Chunk], memory: MemoryModel, members: Sequence[int] | None = None
 ) -> PipelineMemory:
-    figures = measure_chunks(memory, memory.layout, chunks)
     chosen = range(len(chunks)) if members is None else members
-    return pipeline_memory(chunks, chosen, memory.layout, memory.static_bytes, figures)
+    return pipeline_memory(Ledger(memory, chunks), chosen)
 
 
 @st.composite
@@ -67,5 +102,5 @@ def small_pipelines(
                 chunk = Chunk((*chunk.slices, short))
             chunks.append(chunk)
         sequence += 1
-    memory = MemoryModel(tiny_model(layers), layout, loss_block_tokens=8)
-    return tuple(chunks), memory
+    setup = setup_of(tiny_model(layers), layout, execution=PLAIN_FLOAT32, loss_block_tokens=8)
+    return tuple(chunks), MemoryModel(setup)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_infinipipe.runtime import selftest
+from ds_infinipipe.checks import exactness
+from ds_infinipipe.checks.exactness import Case
 from ds_infinipipe.runtime.checkpoint.load import PieceReader
 from ds_infinipipe.runtime.checkpoint.manifest import Manifest, read_manifest
 from ds_infinipipe.runtime.checkpoint.save import Contents, _Job, pack_extras
 from ds_infinipipe.runtime.checkpoint.state import Share
-from ds_infinipipe.runtime.engine import InfiniPipeEngine
-from ds_infinipipe.runtime.selftest import Case
+from ds_infinipipe.runtime.engine.engine import InfiniPipeEngine
 
 SHAPES = {"a": (4, 3), "b": (5,)}
 
@@ -94,11 +94,11 @@ def build(
     bf16: bool = False,
 ) -> InfiniPipeEngine:
     """An engine of a case with a warm-up schedule; `section` goes into the infinipipe section."""
-    from ds_infinipipe.runtime.initialize import initialize
-    from ds_infinipipe.runtime.module import InfiniPipeModule
+    from ds_infinipipe.runtime.engine.initialize import initialize
+    from ds_infinipipe.runtime.engine.module import InfiniPipeModule
 
     quiet()
-    config = selftest.make_config(case)
+    config = exactness.make_config(case)
     config["scheduler"] = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 50},
@@ -116,9 +116,9 @@ def train(engine: InfiniPipeEngine, case: Case, steps: int) -> list[float]:
     """Losses of the next steps on random batches under random plans."""
     losses = []
     for step in range(engine.global_steps, engine.global_steps + steps):
-        batch = selftest.random_batch(case, step)
+        batch = exactness.random_batch(case, step)
         share = engine.replica_share(batch)
-        plan = selftest.draw_plan(engine, case, share, step)
+        plan = exactness.draw_plan(engine, case, share, step)
         losses.append(float(engine.train_plan(plan, share, whole=batch)))
     return losses
 
@@ -127,7 +127,7 @@ def snapshot(engine: InfiniPipeEngine) -> dict[tuple[str, str], torch.Tensor]:
     """A copy of this rank's weights and optimizer states."""
     return {
         (share.name, kind): tensor.clone()
-        for share in engine._training_state().shares()
+        for share in engine.checkpointer.training_state().shares()
         for kind, tensor in share.tensors.items()
     }
 
@@ -137,7 +137,7 @@ def differences(engine: InfiniPipeEngine, folder: Path) -> list[str]:
     manifest = read_manifest(folder)
     wrong = []
     with PieceReader(folder, manifest) as reader:
-        for share in engine._training_state().shares():
+        for share in engine.checkpointer.training_state().shares():
             kinds = {k for _, p in manifest.pieces_of(share.name) for k in p.kinds}
             counters = [dict(p.counters) for _, p in manifest.pieces_of(share.name)]
             if kinds != set(share.tensors) or any(c != share.counters for c in counters):

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ds_infinipipe.checks import exactness
+from ds_infinipipe.checks.exactness import Case, Reference, exact_norms
 from ds_infinipipe.errors import InfiniPipeError
-from ds_infinipipe.planner.types import Instruction, Op, Plan
-from ds_infinipipe.runtime import selftest
-from ds_infinipipe.runtime.batch import StepBatch
-from ds_infinipipe.runtime.engine import InfiniPipeEngine
-from ds_infinipipe.runtime.selftest import Case, Reference, exact_norms
+from ds_infinipipe.planner.plan.plan import Plan
+from ds_infinipipe.planner.plan.stream import Instruction, Op
+from ds_infinipipe.runtime.engine.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.stage.batch import StepBatch
 
 # a method of the engine or its parts, by what it does
 PLACES = {
@@ -103,7 +104,7 @@ def make_engine(
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
-    config = selftest.make_config(case)
+    config = exactness.make_config(case)
     config["fp16"].update(fp16 or {})
     ours = config["infinipipe"]
     ours["recovery"] = {"enabled": True, "reduction": 0.99, **recovery}
@@ -111,7 +112,7 @@ def make_engine(
     ours["planning"] = {"asynchronous": plans_ahead, "deadline_s": timeout_s / 2}
     ours["planner"]["solver"] = "greedy"
     ours.update(section or {})
-    return selftest.engine_from_config(config, case.dtype)
+    return exactness.engine_from_config(config, case.dtype)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def _step(
         reference.copy_weights(engine)
     wanted, _ = reference.run(batch)
     errors: dict[str, float] = {}
-    engine.before_step_hooks[:] = [lambda e: errors.update(selftest._gradient_errors(e, reference))]
+    engine.before_step_hooks[:] = [
+        lambda e: errors.update(exactness._gradient_errors(e, reference.gradients()))
+    ]
     repair = inject(engine, fault) if fault is not None else lambda: 0
     loss = float(engine.train_plan(plan, share, whole=batch))
     reference.step()
@@ -155,7 +158,7 @@ def _step(
         gradient_error=max(errors.values()),
         repeats=engine.recovery.repeats,
         failures=repair(),
-        limit_bytes=engine.plan.memory_limit_bytes,
+        limit_bytes=engine.plan.setup.limit_bytes,
         peak_bytes=max(engine.plan.predicted.peak_bytes),
     )
 
@@ -165,9 +168,9 @@ def _draw(
 ) -> tuple[StepBatch, StepBatch, Plan]:
     """A batch, this replica's share and its plan, drawn until the fault has a place in it."""
     for number in range(step, step + 10_000, 100):
-        batch = selftest.random_batch(case, number)
+        batch = exactness.random_batch(case, number)
         share = engine.replica_share(batch)
-        plan = selftest.draw_plan(engine, case, share, number)
+        plan = exactness.draw_plan(engine, case, share, number)
         everywhere = [True] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everywhere, _has_place(engine, plan, fault))
         if all(everywhere):
@@ -186,10 +189,10 @@ def end_with_fault(rank: int, case: Case, fault: Fault, recovery: dict[str, Any]
     """Train until the fault ends the run: the error."""
     engine = make_engine(case, **recovery)
     inject(engine, fault)
-    batch = selftest.random_batch(case, 0)
+    batch = exactness.random_batch(case, 0)
     share = engine.replica_share(batch)
     try:
-        engine.train_plan(selftest.draw_plan(engine, case, share, 0), share, whole=batch)
+        engine.train_plan(exactness.draw_plan(engine, case, share, 0), share, whole=batch)
     except InfiniPipeError as error:
         return f"{type(error).__name__}: {error}"
     finally:

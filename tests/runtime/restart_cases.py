@@ -14,12 +14,13 @@ from checkpoint_cases import Numbered, build
 from oom_cases import Fault, inject
 from ranks import RankFailure, run_ranks
 
+from ds_infinipipe.checks.exactness import Case
 from ds_infinipipe.errors import InfiniPipeError
-from ds_infinipipe.planner.types import Op
+from ds_infinipipe.planner.plan.stream import Op
 from ds_infinipipe.runtime.checkpoint import tensor_file
 from ds_infinipipe.runtime.checkpoint.routine import CheckpointRoutine
-from ds_infinipipe.runtime.engine import InfiniPipeEngine
-from ds_infinipipe.runtime.selftest import Case
+from ds_infinipipe.runtime.engine.engine import InfiniPipeEngine
+from ds_infinipipe.runtime.stage.step import StepRun
 
 STEPS = 7
 _NUM_SEQUENCES = 8
@@ -60,7 +61,7 @@ def _run(rank: int, folder: str, asynchronous: bool, kill: Kill | None) -> None:
     section = {"checkpoint": saving, "planning": {"asynchronous": True, "deadline_s": 60.0}}
     section["recovery"] = {"enabled": True, "reduction": 0.99}
     engine = build(_CASE, Numbered(_NUM_SEQUENCES, _CASE.vocab_size), section)
-    routine = CheckpointRoutine(engine)
+    routine = CheckpointRoutine(engine.checkpointer, engine.settings.checkpoint)
     routine.resume(STEPS)
     if kill is not None and rank == kill.rank:
         _prepare(engine, kill)
@@ -80,12 +81,12 @@ def _run(rank: int, folder: str, asynchronous: bool, kill: Kill | None) -> None:
 
 
 def _prepare(engine: InfiniPipeEngine, kill: Kill) -> None:
-    enter, write, writes = engine.enter, tensor_file._write_all, [0]
+    do, write, writes = StepRun.do, tensor_file._write_all, [0]
 
-    def enter_or_die(instruction: Any, position: int) -> Any:
+    def do_or_die(run: StepRun, instruction: Any, position: int) -> None:
         if engine.global_steps + 1 == kill.step and instruction.op is Op(kill.op):
             os.kill(os.getpid(), signal.SIGKILL)
-        return enter(instruction, position)
+        do(run, instruction, position)
 
     def write_and_die(file: Any, content: memoryview) -> None:
         write(file, content)
@@ -95,7 +96,7 @@ def _prepare(engine: InfiniPipeEngine, kill: Kill) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if kill.op:
-        engine.enter = enter_or_die  # type: ignore[method-assign]
+        StepRun.do = do_or_die  # type: ignore[method-assign]
     else:
         tensor_file._write_all = write_and_die
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch.distributed as torch_dist
 
+from ds_infinipipe.config.section import CheckpointSettings
 from ds_infinipipe.errors import ConfigError
-from ds_infinipipe.runtime.agree import check_writable
+from ds_infinipipe.runtime.checkpoint.checkpointer import Checkpointer
 from ds_infinipipe.runtime.checkpoint.folder import has_checkpoint
-from ds_infinipipe.runtime.checkpoint.mixin import CheckpointMixin
+from ds_infinipipe.runtime.ranks.agree import check_writable
 
 __all__ = ["CheckpointRoutine"]
 
@@ -20,9 +21,9 @@ logger = logging.getLogger(__name__)
 class CheckpointRoutine:
     """Does what the `checkpoint` section asks for around a training loop."""
 
-    def __init__(self, engine: CheckpointMixin) -> None:
-        self._engine = engine
-        self._settings = engine.settings.checkpoint
+    def __init__(self, checkpointer: Checkpointer, settings: CheckpointSettings) -> None:
+        self._checkpointer = checkpointer
+        self._settings = settings
         self._saved_step: int | None = None
 
     def resume(self, steps: int) -> None:
@@ -33,16 +34,16 @@ class CheckpointRoutine:
         source = self._source()
         if source is None:
             return
-        place, _ = self._engine.load_checkpoint(source)
-        self._saved_step = self._engine.global_steps
-        if self._engine.global_steps > steps:
+        place, _ = self._checkpointer.load(source)
+        self._saved_step = step = self._checkpointer.global_steps
+        if step > steps:
             raise ConfigError(
-                f"{place} was taken after step {self._engine.global_steps}, training is to end "
+                f"{place} was taken after step {step}, training is to end "
                 f"after step {steps}: raise infinipipe.training.steps, or set "
                 "infinipipe.checkpoint.resume to null"
             )
-        logger.info("resumed from %s after step %d", place, self._engine.global_steps)
-        if self._engine.global_steps == steps:
+        logger.info("resumed from %s after step %d", place, step)
+        if step == steps:
             logger.info(
                 "nothing left to do: infinipipe.training.steps is %d; raise it to go on", steps
             )
@@ -56,19 +57,21 @@ class CheckpointRoutine:
     def after_step(self) -> None:
         """Save if it is time to."""
         every = self._settings.every_steps
-        if every is not None and self._engine.global_steps % every == 0:
+        if every is not None and self._checkpointer.global_steps % every == 0:
             self._save()
 
     def at_end(self) -> None:
         """Save the last step if that was not done, and wait until all is on disk."""
         if self._settings.save_dir is not None:
             self._save()
-        self._engine.wait_for_checkpoint()
+        self._checkpointer.wait()
 
     def _save(self) -> None:
-        if self._saved_step != self._engine.global_steps:
-            self._engine.save_checkpoint(self._settings.save_dir)
-            self._saved_step = self._engine.global_steps
+        step, folder = self._checkpointer.global_steps, self._settings.save_dir
+        assert folder is not None
+        if self._saved_step != step:
+            self._checkpointer.save(folder)
+            self._saved_step = step
 
     def _source(self) -> str | None:
         """What to load; rank 0 looks, so that all ranks decide alike."""

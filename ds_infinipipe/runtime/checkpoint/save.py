@@ -22,11 +22,11 @@ import torch
 import torch.distributed as torch_dist
 
 from ds_infinipipe.errors import CheckpointError, ConfigError
-from ds_infinipipe.runtime.agree import raise_together
 from ds_infinipipe.runtime.checkpoint import folder, tensor_file
 from ds_infinipipe.runtime.checkpoint.manifest import DataFile, Manifest, Piece, tensor_key
 from ds_infinipipe.runtime.checkpoint.state import Share
 from ds_infinipipe.runtime.checkpoint.tensor_file import TensorHeader
+from ds_infinipipe.runtime.ranks.agree import raise_together
 
 __all__ = ["EXTRAS_FILE", "CheckpointSaver", "Contents", "pack_extras"]
 
@@ -141,6 +141,15 @@ class CheckpointSaver:
             raise
 
 
+def _bytes_in(place: Path) -> int:
+    total = 0
+    for path in place.iterdir():
+        # a rank gives its files their last names meanwhile
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
 @dataclass
 class _Job:
     """One checkpoint on its way to the disk; the methods up to `start` run in either thread."""
@@ -236,7 +245,7 @@ class _Job:
                 ]
             reasons = [self.folder / f"{name}.failed" for name in missing]
             failed = [r.read_text("utf-8") for r in reasons if r.is_file()]
-            size = sum(p.stat().st_size for p in self.folder.iterdir())
+            size = _bytes_in(self.folder)
             if size != seen:
                 seen, since = size, time.monotonic()
             if failed:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_infinipipe.errors import CheckpointError
 from ds_infinipipe.runtime.checkpoint.manifest import WEIGHT
-from ds_infinipipe.runtime.replica_cut import ReplicaCut
+from ds_infinipipe.runtime.shards.replica_cut import ReplicaCut
 
 __all__ = ["Share", "TrainingState", "full_shape", "make_state"]
 
@@ -101,7 +101,8 @@ class _ShardedState:
         return [s for s in map(self._share, self._named.items()) if s.start < s.end]
 
     def _share(self, item: tuple[str, torch.nn.Parameter]) -> Share:
-        name, parameter = item
+        name: str = item[0]
+        parameter: Any = item[1]  # with what DeepSpeed adds to it
         size = parameter.ds_tensor.ds_numel
         first = size * self._rank
         if parameter not in self._trained:

@@ -103,7 +103,7 @@ def _parts(
             )
         # bytes by way of uint8, as numpy has no bfloat16
         content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield memoryview(content)
+        yield content.data
 
 
 def _header(headers: list[TensorHeader], metadata: Mapping[str, str]) -> bytes:

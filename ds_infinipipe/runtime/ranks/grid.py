@@ -1,0 +1,122 @@
+"""Process grid: replicas, in each of them pipeline stages, in each stage sequence-parallel ranks.
+
+DeepSpeed's axis names are kept: 'data' is the axis ZeRO shards over, here the sp ranks of a stage,
+so that the stages of one replica run one plan whatever the others do. 'replica' is ours.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+from ds_infinipipe.runtime.ranks.regroup import open_gloo_group
+
+__all__ = ["InfiniPipeGrid", "adopt_grid"]
+
+
+class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
+    """DeepSpeed's grid with sequence-parallel groups and a pipe group for each direction.
+
+    It must not define `initialize_sequence_parallel`: the stage-3 optimizer takes that name as a
+    sign that there is no model parallelism and drops the pipeline from the gradient norm.
+    """
+
+    sp_size: int
+    sequence_ranks: list[int]
+    sequence_pg: Any
+    forward_pg: Any
+    backward_pg: Any
+    tied_pg: Any
+    replica_pg: Any
+    gradient_pg: Any
+    plan_pg: Any
+    control_pg: Any
+    replica: int
+    plan_rank: int
+
+    def add_groups(self, sp_size: int, timeout: timedelta) -> None:
+        """Create our groups in one order on every rank; `timeout` is for each operation on them."""
+        self.sp_size = sp_size
+        self.replica = self._topo.get_coord(self.global_rank).replica
+        for ranks in self.dp_groups:
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.sequence_ranks, self.sequence_pg = ranks, pg
+        self._add_pipe_groups(timeout)
+        self._add_replica_groups(timeout)
+        # DeepSpeed reduces norm and overflow over all ranks of one 'data' index, which would count
+        # every replica; each pipeline column is what it means
+        self.ds_model_proc_group = self.pp_proc_group
+        self.ds_model_world_size = len(self.pp_group)
+        self.ds_model_rank = self.pp_group.index(self.global_rank)
+
+    def _add_pipe_groups(self, timeout: timedelta) -> None:
+        self.tied_pg = None
+        for ranks in self.pipe_groups:
+            forward = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            backward = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            ends = sorted({ranks[0], ranks[-1]})
+            tied = torch_dist.new_group(ranks=ends, timeout=timeout)
+            if self.global_rank in ranks:
+                self.forward_pg, self.backward_pg = forward, backward
+            if self.global_rank in ends:
+                self.tied_pg = tied
+
+    def _add_replica_groups(self, timeout: timedelta) -> None:
+        for ranks in self._topo.get_axis_comm_lists("replica"):
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.replica_pg = pg
+        for stage in range(self._topo.get_dim("pipe")):
+            ranks = self._topo.get_axis_list("pipe", stage)
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            if self.global_rank in ranks:
+                self.gradient_pg = pg
+        for replica in range(self._topo.get_dim("replica")):
+            ranks = self._topo.get_axis_list("replica", replica)
+            pg = open_gloo_group(ranks, timeout)
+            if self.global_rank in ranks:
+                self.plan_pg, self.plan_rank = pg, min(ranks)
+        self.control_pg = open_gloo_group(None, timeout)
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.sequence_pg
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sp_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.sequence_ranks.index(self.global_rank)
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self.dp_proc_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return int(self.data_parallel_size)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return int(self.data_parallel_id)
+
+    def peer(self, stage: int) -> int:
+        """Global rank that holds this rank's tokens at another stage."""
+        return int(self.stage_to_global(stage))
+
+
+def adopt_grid(grid: Any, sp_size: int, timeout: timedelta) -> InfiniPipeGrid:
+    """Turn the grid PipelineModule built for itself into ours; it offers no way to pass one."""
+    grid.__class__ = InfiniPipeGrid
+    assert isinstance(grid, InfiniPipeGrid)
+    grid.add_groups(sp_size, timeout)
+    for pg in (grid.dp_proc_group, grid.pp_proc_group):
+        _set_timeout(pg, timeout)
+    _set_timeout(dist.get_world_group(), timeout)
+    return grid
+
+
+def _set_timeout(pg: Any, timeout: timedelta) -> None:
+    # DeepSpeed creates its groups with torch's default of 30 minutes
+    torch_dist.distributed_c10d._set_pg_timeout(timeout, pg)

@@ -1,0 +1,1 @@
+"""Readable specifications of what the package computes by compiled walks over arrays."""
