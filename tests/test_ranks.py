@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,7 +72,10 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
 
 
 def _sleep_beside_a_child(rank: int) -> None:
-    os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, "-c", "import time; time.sleep(600)")
+    program = "import time; print(flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()  # a process has no environment to be known by while it is loaded
     raise KeyError("gone, but not the child")
 
 

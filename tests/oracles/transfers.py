@@ -16,7 +16,8 @@ def transfer_bytes(
     """By stage and operation: bytes in transfer while it runs.
 
     The output of its own F and what came for its own B count, what came for F is the chunk's, and
-    the gradient that B makes is a part of its work. `hidden_bytes` is by chunk. All stages run
+    the gradient that B makes is a part of its work. Beside W the next receive is posted.
+    `hidden_bytes` is by chunk. All stages run
     their forwards, and their backwards, in one order.
     """
     orders = [_Order(stage) for stage in operations]
@@ -69,11 +70,30 @@ def _stage_transfers(
             taken = before.backwards_before[forwards - 1] if forwards else 0
             amount += returned[backwards - made] - returned[taken]
         amounts.append(amount)
-    ahead = 0
-    for at in reversed(range(len(operations))):
-        op, chunk = operations[at]
-        amounts[at] += ahead
-        if op is not Op.BACKWARD_WEIGHT:
-            comes = before is not None if op is Op.FORWARD else after is not None
-            ahead = hidden_bytes[chunk] if comes else 0
+    for first, consumer, chunk in _waiting_receives(operations, before, after):
+        for at in range(first, consumer):
+            amounts[at] += hidden_bytes[chunk]
     return tuple(amounts)
+
+
+def _waiting_receives(
+    operations: Sequence[tuple[Op, int]], before: _Order | None, after: _Order | None
+) -> list[tuple[int, int, int]]:
+    """Of each receive: the operation it is posted before, the one that takes it, the chunk.
+
+    Posted behind the operation before its taker, or behind the second one of the other kind that
+    the sender does not wait for.
+    """
+    fed = [at for at, (op, _) in enumerate(operations) if op is not Op.BACKWARD_WEIGHT]
+    forwards = [at for at in fed if operations[at][0] is Op.FORWARD]
+    backwards = [at for at in fed if operations[at][0] is not Op.FORWARD]
+    receives = []
+    for mine, others, peer in (
+        (forwards, backwards, before and before.backwards_before),
+        (backwards, forwards, after and after.forwards_before),
+    ):
+        for number, taker in enumerate(mine) if peer is not None else ():
+            behind = [at for at in fed if at < taker][-1:] + others[peer[number] + 1 :][:1]
+            post = min([at + 1 for at in behind if at < taker], default=0)
+            receives.append((post, taker, operations[taker][1]))
+    return receives

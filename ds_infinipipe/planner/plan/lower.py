@@ -1,9 +1,15 @@
 """From compute order to instruction streams: recompute counts, communication, the final STEP.
 
-A stage's stream reads `RECV_F1 F0 SEND_F0 RECV_B0 F1 SEND_F1 B0 ... STEP`. Receives are posted one
-compute operation before the one that consumes them, so that the transfer runs under it; sends
-follow their producer at once. Both are asynchronous: a stage waits only where it consumes. W
-consumes nothing and sends nothing, so it does not count as the one before.
+A stage's stream reads `RECV_F0 F0 SEND_F0 RECV_F1 F1 SEND_F1 RECV_B0 B0 SEND_B0 ... STEP`. A send
+follows its producer at once, and only then the next receive is posted: a transport without buffers
+may hold up everything behind a receive until the peer sends, and the peer may need what was sent
+before it (verify/transfers.py). Transfers overlap all the same where the host runs ahead of the
+device. W sends nothing, so the receive of the operation behind it is posted before it.
+
+Where two stages run their F and B in other orders, a sender may be held up until its peer, many
+operations later, posts the receive. So a receive is posted earlier where the peer sends earlier: of
+an F with j of the peer's B before it, at the latest behind the own B number j + 1 from 0, and of a
+B alike. Windows of Eq. 7 never need that, those that shrink at the end of a long sequence do.
 """
 
 from __future__ import annotations
@@ -17,6 +23,10 @@ from ds_infinipipe.planner.plan.plan import PipelinePlan
 from ds_infinipipe.planner.plan.stream import Instruction, Op
 
 __all__ = ["lower_plan"]
+
+# by what takes it: the receive, and where it comes from relative to the own stage
+_SOURCES = {Op.FORWARD: (Op.RECV_ACTIVATION, -1), Op.BACKWARD: (Op.RECV_GRADIENT, 1)}
+_OTHER = {Op.FORWARD: Op.BACKWARD, Op.BACKWARD: Op.FORWARD}
 
 
 def lower_plan(
@@ -40,36 +50,67 @@ def lower_plan(
         _check_known(stage, stage_operations, recompute[stage], len(chunks))
     _check_same_order("F", [[c for op, c in row if op is Op.FORWARD] for row in operations])
     _check_same_order("B", [[c for op, c in row if op.makes_gradient] for row in operations])
-    return tuple(
-        _lower_stage(stage, layout.pp, stage_operations, recompute[stage])
-        for stage, stage_operations in enumerate(operations)
-    )
+    return tuple(_lower_stage(stage, operations, recompute[stage]) for stage in range(layout.pp))
 
 
 def _lower_stage(
-    stage: int, pp: int, operations: Sequence[tuple[Op, int]], recompute: Mapping[int, int]
+    stage: int, operations: Sequence[Sequence[tuple[Op, int]]], recompute: Mapping[int, int]
 ) -> tuple[Instruction, ...]:
-    fed = [(op, chunk) for op, chunk in operations if op is not Op.BACKWARD_WEIGHT]
-    receives = [_receive_for(stage, pp, op, chunk) for op, chunk in fed]
-    stream = list(receives[0]) if receives else []
-    done = 0
-    for op, chunk in operations:
-        if op is not Op.BACKWARD_WEIGHT:
-            done += 1
-            stream.extend(receives[done] if done < len(receives) else ())
+    receives = _receives(stage, operations)
+    stream: list[Instruction] = []
+    for number, (op, chunk) in enumerate(operations[stage]):
+        stream.extend(receives[number])
         layers = recompute[chunk] if op.may_recompute else 0
         stream.append(Instruction(op, chunk, layers))
-        stream.extend(_send_after(stage, pp, op, chunk))
+        stream.extend(_send_after(stage, len(operations), op, chunk))
     stream.append(Instruction(Op.STEP))
     return tuple(stream)
 
 
-def _receive_for(stage: int, pp: int, op: Op, chunk: int) -> tuple[Instruction, ...]:
-    if op is Op.FORWARD and stage > 0:
-        return (Instruction(Op.RECV_ACTIVATION, chunk),)
-    if op.makes_gradient and stage < pp - 1:
-        return (Instruction(Op.RECV_GRADIENT, chunk),)
-    return ()
+def _receives(
+    stage: int, operations: Sequence[Sequence[tuple[Op, int]]]
+) -> list[list[Instruction]]:
+    """Receives that stand right before each operation of a stage."""
+    kinds = [_kind(op) for op, _ in operations[stage]]
+    behind = {kind: [n + 1 for n, own in enumerate(kinds) if own is kind] for kind in _SOURCES}
+    others = {
+        kind: _others_before(kind, operations[stage + step])
+        for kind, (_, step) in _SOURCES.items()
+        if 0 <= stage + step < len(operations)
+    }
+    posted: list[list[Instruction]] = [[] for _ in kinds]
+    seen = dict.fromkeys(_SOURCES, 0)
+    place = 0
+    for number, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        if kind in others:
+            latest = behind[_OTHER[kind]][others[kind][seen[kind]] + 1 :]
+            receive = Instruction(_SOURCES[kind][0], operations[stage][number][1])
+            posted[min([place, *latest[:1]])].append(receive)
+        seen[kind] += 1
+        place = number + 1
+    return posted
+
+
+def _kind(op: Op) -> Op | None:
+    """F, or B for a whole backward or its first half; W takes nothing from another stage."""
+    if op.makes_gradient:
+        return Op.BACKWARD
+    return op if op is Op.FORWARD else None
+
+
+def _others_before(kind: Op, operations: Sequence[tuple[Op, int]]) -> list[int]:
+    """Of each operation of a kind, how many of the other kind a stage does before it."""
+    counts: list[int] = []
+    others = 0
+    for op, _ in operations:
+        found = _kind(op)
+        if found is kind:
+            counts.append(others)
+        elif found is not None:
+            others += 1
+    return counts
 
 
 def _send_after(stage: int, pp: int, op: Op, chunk: int) -> tuple[Instruction, ...]:

@@ -20,7 +20,7 @@ from ds_infinipipe.planner.plan.stream import Instruction
 
 __all__ = ["PLAN_VERSION", "PipelinePlan", "Plan", "Prediction", "SolverStats"]
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)

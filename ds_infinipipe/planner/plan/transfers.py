@@ -1,8 +1,9 @@
 """Tensors on their way between two stages, and how long a stage has them.
 
-A receive is posted one operation ahead (lower.py). What is sent lives until the transport reports
-that it has left, at the latest until a tensor comes back that the peer sent after it took the other
-one. So how much a stage holds depends on its neighbours' orders, not only on its own.
+A receive is posted behind the operation before it, or earlier (lower.py). What is sent lives until
+the transport reports that it has left, at the latest until a tensor comes back that the peer sent
+after it took the other one. So how much a stage holds depends on its neighbours' orders, not only
+on its own.
 """
 
 from __future__ import annotations

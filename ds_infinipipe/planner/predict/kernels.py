@@ -249,7 +249,8 @@ def transfer_bytes(operations: IntArray, hidden: IntArray) -> IntArray:
     """Bytes in transfer beside every operation [p, m]; `hidden` [n] are those of hidden states.
 
     The output of a stage's own F and what came for its own B count, what came for F is the chunk's,
-    and the gradient that B makes is a part of its work. See plan/transfers.py.
+    and the gradient that B makes is a part of its work. Receives count from where plan/lower.py
+    posts them. See plan/transfers.py.
     """
     stages, length = operations.shape
     chunks = hidden.size
@@ -276,31 +277,38 @@ def transfer_bytes(operations: IntArray, hidden: IntArray) -> IntArray:
                 returned[backwards] = returned[backwards - 1] + hidden[chunk]
     for stage in range(stages):
         has_next, has_previous = stage + 1 < stages, stage > 0
-        forwards = backwards = 0
+        forwards = backwards = following = 0
         for at in range(length):
             operation = operations[stage, at]
-            made = received = 0
+            # of this operation: an F, a B or I; of the next such one beside a W
+            entered, made, awaits_forward, awaits_backward = 0, 0, 0, 0
             if operation < 0:
-                chunk = chunk_of(operation)
-                backwards += 1
-                made, received = 1, hidden[chunk]
+                made = 1
             elif operation < SPLIT:
-                forwards += 1
+                entered = 1
+            else:
+                following = max(following, at)
+                while following < length and operations[stage, following] >= SPLIT:
+                    following += 1
+                if following < length:
+                    awaits_forward = int(operations[stage, following] >= 0)
+                    awaits_backward = 1 - awaits_forward
+            forwards += entered
+            backwards += made
             if has_next:
                 taken = forwards_before[stage + 1, backwards - 1] if backwards > 0 else 0
-                result[stage, at] += sent[forwards] - sent[taken] + received
+                result[stage, at] += sent[forwards] - sent[taken]
+                posted, known = backwards + awaits_backward, forwards - entered - 2
+                if known >= 0:
+                    posted = max(posted, backwards_before[stage + 1, known])
+                result[stage, at] += returned[posted] - returned[backwards - made]
             if has_previous:
                 taken = backwards_before[stage - 1, forwards - 1] if forwards > 0 else 0
                 result[stage, at] += returned[backwards - made] - returned[taken]
-        ahead = 0
-        for at in range(length - 1, -1, -1):
-            operation = operations[stage, at]
-            result[stage, at] += ahead
-            if operation < 0:
-                chunk = chunk_of(operation)
-                ahead = hidden[chunk] if has_next else 0
-            elif operation < SPLIT:
-                ahead = hidden[operation] if has_previous else 0
+                posted, known = forwards + awaits_forward, backwards - made - 2
+                if known >= 0:
+                    posted = max(posted, forwards_before[stage - 1, known])
+                result[stage, at] += sent[posted] - sent[forwards]
     return result
 
 

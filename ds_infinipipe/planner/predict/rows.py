@@ -162,17 +162,10 @@ class PipelineMemory:
 
 
 def pipeline_memory(ledger: Ledger, members: Sequence[int]) -> PipelineMemory:
-    """The pipeline that `members` form, of the chunks of the ledger.
-
-    Beside its last operation the first receive of another pipeline counts, as for the largest of
-    all chunks.
-    """
+    """The pipeline that `members` form, of the chunks of the ledger."""
     schedule = static_schedule(ledger.chunks, ledger.layout.pp, members)
-    transfers = ledger.transfers(schedule).copy()
-    if len(members) < len(ledger.chunks):
-        transfers[1:, -1] += ledger.hidden.max()
     num_split = count_slices(ledger.chunks, members)
-    return PipelineMemory(ledger, schedule, num_split, transfers)
+    return PipelineMemory(ledger, schedule, num_split, ledger.transfers(schedule))
 
 
 def recompute_counts(pipeline: PipelineMemory, variables: IntArray) -> IntArray:

@@ -1,9 +1,10 @@
 """The executable specification of a plan, independent of everything that makes plans.
 
 `verify_plan` judges a finished Plan from its data alone: what the chunks cover, what the pipelines
-promise, what each stream does (streams.py), what it needs in memory (memory.py) and
-how long it takes (verify_time.py). Nothing here uses the orders, windows, rows or simulators of the
-planner; only the formulas of MemoryModel and CostModel are shared. Everything is 0-based.
+promise, what each stream does (streams.py), that no two wait for each other for ever
+(transfers.py), what a stream needs in memory (memory.py) and how long it takes (time.py). Nothing
+here uses the orders, windows, rows or simulators of the planner; only the formulas of MemoryModel
+and CostModel are shared. Everything is 0-based.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ds_infinipipe.planner.plan.plan import PLAN_VERSION, PipelinePlan, Plan
 from ds_infinipipe.planner.verify.memory import check_memory, peak_bytes_by_stage
 from ds_infinipipe.planner.verify.streams import check_streams
 from ds_infinipipe.planner.verify.time import check_time
+from ds_infinipipe.planner.verify.transfers import check_transfers
 
 __all__ = ["peak_bytes_by_stage", "verify_plan"]
 
@@ -25,9 +27,10 @@ def verify_plan(plan: Plan, digest: str | None = None) -> None:
 
     Each token once, slices in order and aligned, padding only where needed; each chunk in one
     pipeline, forward and backward orders that respect the slices; each stream with its F, B, sends,
-    receives and STEP, first in first out per channel, without deadlock, within the window of Eq. 7;
-    the peak of each stage within the limit and equal to the prediction, step time and bubbles as
-    predicted. With `digest` the plan must also be the one that the digest was taken from.
+    receives and STEP, within the window of Eq. 7; channels first in first out, without deadlock
+    even where nothing is buffered; the peak of each stage within the limit and equal to the
+    prediction, step time and bubbles as predicted. With `digest` the plan must also be the one that
+    the digest was taken from.
     """
     _check_frame(plan, digest)
     for chunk_id, chunk in enumerate(plan.chunks):
@@ -38,6 +41,7 @@ def verify_plan(plan: Plan, digest: str | None = None) -> None:
     for number, pipeline in enumerate(plan.pipelines):
         _check_pipeline(plan, number, pipeline, chains)
     check_streams(plan, chains)
+    check_transfers(plan)
     check_memory(plan)
     check_time(plan)
 

@@ -1,12 +1,8 @@
-"""The part of the verifier that judges instruction streams; `verify.py` is the door.
-
-A stage waits only where data is consumed: sends and receives are asynchronous, and each pair of
-neighbours has one first-in-first-out channel per direction.
-"""
+"""The part of the verifier that judges each stage's stream by itself; transfers.py has the rest."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NoReturn
@@ -21,7 +17,7 @@ _CONTEXT = 4  # instructions shown on either side of the marked one
 
 
 def check_streams(plan: Plan, chains: Sequence[Sequence[int]]) -> None:
-    """Raise ScheduleError unless the streams run every chunk once, in order, without deadlock.
+    """Raise ScheduleError unless each stream runs every chunk once, in order, within the window.
 
     `chains`: chunk ids of each cut sequence, its slices in order. The chunks and pipelines of the
     plan must have been checked.
@@ -36,10 +32,6 @@ def check_streams(plan: Plan, chains: Sequence[Sequence[int]]) -> None:
         _check_local_order(plan, stage, chains, position)
         _check_pipeline_order(plan, stage)
         _check_window(plan, stage)
-    for stage in range(plan.layout.pp - 1):
-        _check_channel(plan, stage, stage + 1, Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
-        _check_channel(plan, stage + 1, stage, Op.SEND_GRADIENT, Op.RECV_GRADIENT)
-    _check_progress(plan)
 
 
 def _expected_ops(stage: int, pp: int, is_split: bool) -> list[Op]:
@@ -181,50 +173,6 @@ def _check_window(plan: Plan, stage: int) -> None:
                     f"flight, the window is pp - 1 - stage + num_split = {window}"
                 )
                 _fail(plan, stage, index, text)
-
-
-def _check_channel(plan: Plan, sender: int, receiver: int, send: Op, receive: Op) -> None:
-    sent = [i.chunk for i in plan.streams[sender] if i.op is send]
-    received = [i.chunk for i in plan.streams[receiver] if i.op is receive]
-    for number, (out, into) in enumerate(zip(sent, received, strict=True)):
-        if out != into:
-            raise ScheduleError(
-                f"channel from stage {sender} to stage {receiver}: transfer {number} is sent as "
-                f"{send.value}{out} but received as {receive.value}{into}; channels are first in, "
-                "first out, so both sides need one order"
-            )
-
-
-def _check_progress(plan: Plan) -> None:
-    """Pass tokens until nothing moves; every stage must then stand at its end."""
-    last = plan.layout.pp - 1
-    position = [0] * (last + 1)
-    delivered: list[set[tuple[Op, int]]] = [set() for _ in range(last + 1)]
-    awake = deque(range(last + 1))
-    while awake:
-        stage = awake.popleft()
-        stream, inbox = plan.streams[stage], delivered[stage]
-        while position[stage] < len(stream):
-            op, chunk = stream[position[stage]].op, stream[position[stage]].chunk
-            is_back = op in (Op.BACKWARD, Op.BACKWARD_INPUT)
-            is_fed = (op is Op.FORWARD and stage > 0) or (is_back and stage < last)
-            if is_fed and (Op.BACKWARD if is_back else op, chunk) not in inbox:
-                break
-            if op is Op.SEND_ACTIVATION:
-                delivered[stage + 1].add((Op.FORWARD, chunk))
-                awake.append(stage + 1)
-            elif op is Op.SEND_GRADIENT:
-                delivered[stage - 1].add((Op.BACKWARD, chunk))
-                awake.append(stage - 1)
-            position[stage] += 1
-    stuck = [stage for stage in range(last + 1) if position[stage] < len(plan.streams[stage])]
-    if stuck:
-        rows = "; ".join(
-            f"stage {stage} waits at {plan.streams[stage][position[stage]]} "
-            f"({position[stage]} of {len(plan.streams[stage])} done)"
-            for stage in stuck[:8]
-        )
-        raise ScheduleError(f"the streams deadlock with {len(stuck)} stages stuck: {rows}")
 
 
 def _fail(plan: Plan, stage: int, index: int, text: str) -> NoReturn:

@@ -103,6 +103,7 @@ class InfiniPipeEngine(PipelineEngine):
             verify=self.settings.debug.verify_p2p,
             is_synchronous=self.settings.debug.synchronous,
         )
+        self.channels.connect(self.rank)
         self._parts = self._make_parts()
         self._finite = FiniteCheck(
             self.rank, self.executor, self.sharding, self.loss_scaler, self.settings.training

@@ -7,6 +7,7 @@ so that the stages of one replica run one plan whatever the others do. 'replica'
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -19,7 +20,11 @@ __all__ = ["InfiniPipeGrid", "adopt_grid"]
 
 
 class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid with sequence-parallel groups and a pipe group for each direction.
+    """DeepSpeed's grid with sequence-parallel groups and groups for the transfers of each edge.
+
+    Between two neighbouring stages each direction has a group of its own, so a communicator and a
+    stream: no transfer waits for another that does not come before it on its channel. Those beyond
+    the ends of the pipeline are None.
 
     It must not define `initialize_sequence_parallel`: the stage-3 optimizer takes that name as a
     sign that there is no model parallelism and drops the pipeline from the gradient norm.
@@ -28,8 +33,10 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
     sp_size: int
     sequence_ranks: list[int]
     sequence_pg: Any
-    forward_pg: Any
-    backward_pg: Any
+    activations_in_pg: Any
+    activations_out_pg: Any
+    gradients_in_pg: Any
+    gradients_out_pg: Any
     tied_pg: Any
     replica_pg: Any
     gradient_pg: Any
@@ -56,13 +63,19 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
 
     def _add_pipe_groups(self, timeout: timedelta) -> None:
         self.tied_pg = None
+        self.activations_in_pg = self.activations_out_pg = None
+        self.gradients_in_pg = self.gradients_out_pg = None
         for ranks in self.pipe_groups:
-            forward = torch_dist.new_group(ranks=ranks, timeout=timeout)
-            backward = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            for edge in pairwise(ranks):
+                activations, gradients = (
+                    torch_dist.new_group(ranks=edge, timeout=timeout) for _ in range(2)
+                )
+                if self.global_rank == edge[0]:
+                    self.activations_out_pg, self.gradients_in_pg = activations, gradients
+                elif self.global_rank == edge[1]:
+                    self.activations_in_pg, self.gradients_out_pg = activations, gradients
             ends = sorted({ranks[0], ranks[-1]})
             tied = torch_dist.new_group(ranks=ends, timeout=timeout)
-            if self.global_rank in ranks:
-                self.forward_pg, self.backward_pg = forward, backward
             if self.global_rank in ends:
                 self.tied_pg = tied
 

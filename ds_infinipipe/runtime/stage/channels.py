@@ -1,9 +1,10 @@
 """Transfers between neighbouring stages: shapes from the plan, no metadata on the wire.
 
 Each direction has a process group of its own and is a first-in-first-out channel between two
-ranks; the verifier has proved that both ends use it in the same order. Sends and receives are
-asynchronous, so neither side of a pair blocks the other. A sent tensor lives until the transport
-reports that it has left, or the plan shows that the peer has it: gloo never reports without a wait.
+ranks; the verifier has proved that both ends use it in the same order, and that they cannot wait
+for each other for ever. A sent tensor lives until the transport reports that it has left, or the
+plan shows that the peer has it: gloo never reports without a wait. No wait has a timeout of its
+own, which would hold up the host of a GPU: that of the group is the limit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class _Transfer:
 class Channel:
     """One direction between this rank and one peer; `verify` sends checksums along.
 
-    With `by_host` tensors of a device travel through host memory, as gloo takes no others.
+    With `by_host` tensors of a device travel through host memory, as gloo takes no others. Receives
+    are posted from `receive_stream`, if there is one: behind all that the stream of the caller has
+    queued they would start too late.
     """
 
     name: str
@@ -49,9 +52,19 @@ class Channel:
     verify: bool = False
     is_synchronous: bool = False
     by_host: bool = False
+    receive_stream: torch.cuda.Stream | None = None
     _sent: list[_Transfer] = field(default_factory=list)
     _posted: dict[int, list[_Transfer]] = field(default_factory=dict)
     _due: dict[int, tuple[Sequence[int], torch.dtype, torch.device]] = field(default_factory=dict)
+
+    def connect(self, is_sender: bool, device: torch.device) -> None:
+        """Send or take one element: the first use of a channel may wait for that of the peer."""
+        element = torch.zeros(1, device=torch.device("cpu") if self.by_host else device)
+        with self._naming(f"connecting the channel of {self.name}s"):
+            if is_sender:
+                torch_dist.send(element, dst=self.peer, group=self.pg)
+            else:
+                torch_dist.recv(element, src=self.peer, group=self.pg)
 
     def send(self, chunk: int, tensor: torch.Tensor) -> None:
         """Start to send; the tensor is kept alive until it has left, and must not be changed."""
@@ -75,10 +88,11 @@ class Channel:
         self, chunk: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:
         place = torch.device("cpu") if self.by_host else device
-        buffers = [torch.empty(tuple(shape), dtype=dtype, device=place)]
-        if self.verify:
-            buffers.append(torch.empty(1, dtype=torch.float64, device=place))
-        with self._naming(f"posting the receive of the {self.name} of chunk {chunk}"):
+        what = f"posting the receive of the {self.name} of chunk {chunk}"
+        with self._naming(what), torch.cuda.stream(self.receive_stream):
+            buffers = [torch.empty(tuple(shape), dtype=dtype, device=place)]
+            if self.verify:
+                buffers.append(torch.empty(1, dtype=torch.float64, device=place))
             self._posted[chunk] = [
                 _Transfer(
                     chunk, torch_dist.irecv(buffer, src=self.peer, group=self.pg), buffer, device
@@ -94,6 +108,9 @@ class Channel:
         transfers = self._posted.pop(chunk)
         for transfer in transfers:
             self._wait(transfer, f"waiting for the {self.name} of chunk {chunk}")
+            if self.receive_stream is not None:
+                # its memory belongs to the stream it was received on, and is used on this one
+                transfer.tensor.record_stream(torch.cuda.current_stream(transfer.device))
         tensor = transfers[0].tensor.to(transfers[0].device)
         if self.verify:
             self._compare_checksum(chunk, tensor, transfers[1].tensor.to(tensor.device))
@@ -127,7 +144,7 @@ class Channel:
 
     def _wait(self, transfer: _Transfer, what: str) -> None:
         with self._naming(what):
-            transfer.handle.wait(self.timeout)
+            transfer.handle.wait()
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -174,15 +191,44 @@ class Channels:
         def channel(name: str, other: int, pg: Any) -> Channel:
             inside = min(max(other, 0), rank.num_stages - 1)
             by_host = pg is not None and torch_dist.get_backend(pg) == "gloo"
-            return Channel(name, grid.peer(inside), pg, timeout, verify, is_synchronous, by_host)
+            has_stream = rank.device.type == "cuda" and not by_host
+            return Channel(
+                name,
+                grid.peer(inside),
+                pg,
+                timeout,
+                verify,
+                is_synchronous,
+                by_host,
+                torch.cuda.Stream(rank.device) if has_stream else None,
+            )
 
         stage = rank.stage
         return cls(
-            activations_in=channel("activation", stage - 1, grid.forward_pg),
-            activations_out=channel("activation", stage + 1, grid.forward_pg),
-            gradients_in=channel("gradient", stage + 1, grid.backward_pg),
-            gradients_out=channel("gradient", stage - 1, grid.backward_pg),
+            activations_in=channel("activation", stage - 1, grid.activations_in_pg),
+            activations_out=channel("activation", stage + 1, grid.activations_out_pg),
+            gradients_in=channel("gradient", stage + 1, grid.gradients_in_pg),
+            gradients_out=channel("gradient", stage - 1, grid.gradients_out_pg),
         )
+
+    def connect(self, rank: Rank) -> None:
+        """Use each channel once, before anything can be held up by it; a collective.
+
+        Edges behind even stages first, then the others, so that no stage waits for two at once.
+        """
+        after, before = (
+            (self.activations_out, self.gradients_in),
+            (
+                self.activations_in,
+                self.gradients_out,
+            ),
+        )
+        for number in range(2):
+            for parity in range(2):
+                if rank.stage % 2 == parity and not rank.is_last_stage:
+                    after[number].connect(number == 0, rank.device)
+                if rank.stage % 2 != parity and not rank.is_first_stage:
+                    before[number].connect(number == 1, rank.device)
 
     def drain(self) -> None:
         """Wait until all sent tensors have left."""

@@ -18,7 +18,9 @@ from ds_infinipipe.planner.plan.lower import lower_plan
 from ds_infinipipe.planner.plan.plan import PipelinePlan
 from ds_infinipipe.planner.plan.stream import Instruction, Op
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # that take what is received
+FED = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # that take what is received
+RECEIVES = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)
+SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 CHUNKS = (
     packed(1, Slice(0, 0, 4, False)),
     packed(1, Slice(0, 4, 4, True)),
@@ -44,8 +46,8 @@ def lowered(chunks: Sequence[Chunk], forwards: Sequence[Sequence[int]], pp: int)
 def test_two_stages_with_a_cut_sequence_lower_to_this_text() -> None:
     # Eq. 7 windows: 1 + 2 chunks in flight on stage 0, 2 on stage 1
     assert lowered(CHUNKS, [(0, 1, 2)], 2) == [
-        "F0 SEND_F0 F1r1 SEND_F1 RECV_B1 F2r2 SEND_F2 RECV_B0 B1r1 RECV_B2 B0 B2r2 STEP",
-        "RECV_F0 RECV_F1 F0 F1r1 RECV_F2 B1r1 SEND_B1 F2r2 B0 SEND_B0 B2r2 SEND_B2 STEP",
+        "F0 SEND_F0 F1r1 SEND_F1 F2r2 SEND_F2 RECV_B1 B1r1 RECV_B0 B0 RECV_B2 B2r2 STEP",
+        "RECV_F0 F0 RECV_F1 F1r1 B1r1 SEND_B1 RECV_F2 F2r2 B0 SEND_B0 B2r2 SEND_B2 STEP",
     ]
 
 
@@ -55,34 +57,30 @@ def test_one_stage_talks_to_nobody() -> None:
 
 def test_pipelines_follow_each_other_with_one_step_at_the_end() -> None:
     assert lowered(CHUNKS, [(2,), (0, 1)], 2) == [
-        "RECV_B2 F2r2 SEND_F2 B2r2 F0 SEND_F0 RECV_B1 F1r1 SEND_F1 RECV_B0 B1r1 B0 STEP",
-        "RECV_F2 F2r2 RECV_F0 B2r2 SEND_B2 RECV_F1 F0 F1r1 B1r1 SEND_B1 B0 SEND_B0 STEP",
+        "F2r2 SEND_F2 RECV_B2 B2r2 F0 SEND_F0 F1r1 SEND_F1 RECV_B1 B1r1 RECV_B0 B0 STEP",
+        "RECV_F2 F2r2 B2r2 SEND_B2 RECV_F0 F0 RECV_F1 F1r1 B1r1 SEND_B1 B0 SEND_B0 STEP",
     ]
 
 
 def test_a_middle_stage_receives_and_sends_both_ways() -> None:
     middle = lowered(CHUNKS[2:], [(0,)], 3)[1]
-    assert middle == "RECV_F0 RECV_B0 F0 SEND_F0 B0 SEND_B0 STEP"
+    assert middle == "RECV_F0 F0 SEND_F0 RECV_B0 B0 SEND_B0 STEP"
 
 
 @given(st.integers(0, 2**32 - 1))
 @examples(100)
-def test_receives_stand_right_before_the_compute_op_ahead_of_their_consumer(seed: int) -> None:
+def test_receives_stand_behind_the_operation_before_their_consumer_and_its_send(seed: int) -> None:
     for stream in random_plan(seed).streams:
-        compute = [index for index, i in enumerate(stream) if i.op in COMPUTE]
+        fed = [index for index, i in enumerate(stream) if i.op in FED]
         for index, instruction in enumerate(stream):
-            if instruction.op not in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
+            if instruction.op not in RECEIVES:
                 continue
-            is_forward = instruction.op is Op.RECV_ACTIVATION
-            consumer = next(
-                n
-                for n, i in enumerate(compute)
-                if (stream[i].op is Op.FORWARD) is is_forward
-                and stream[i].chunk == instruction.chunk
-            )
-            ahead = compute[max(0, consumer - 1)]
-            assert index < ahead
-            assert all(i.op not in COMPUTE for i in stream[index:ahead])
+            consumer = next(n for n in fed if n > index)
+            is_forward = stream[consumer].op is Op.FORWARD
+            assert is_forward == (instruction.op is Op.RECV_ACTIVATION)
+            assert stream[consumer].chunk == instruction.chunk
+            before = max((n for n in fed if n < index), default=-1)
+            assert all(i.op in SENDS for i in stream[before + 1 : index])
 
 
 @given(st.integers(0, 2**32 - 1))

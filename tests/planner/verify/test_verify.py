@@ -263,9 +263,9 @@ def test_the_peak_of_batched_chunks_is_the_window_and_nothing_lingers(
     monkeypatch.setattr("ds_infinipipe.planner.verify.memory.MemoryModel", UnitBytes)
     chunks = [packed(1, whole(i, n)) for i, n in enumerate((3, 5, 2, 9))]
     plan = make_plan([3, 5, 2, 9], chunks, [(0, 1, 2, 3)], pp=2)
-    # stage 0 holds two chunks: F0 F1 B0 F2 B1 F3 B2 B3, most with chunks 2 and 3 at B2, where the
-    # output of 3 is not known to be taken and the gradients of both have come
-    first = 1_000_000 + 11 * 201 + 3 + 10 * (9 + 2 + 9)
+    # stage 0 holds two chunks: F0 F1 B0 F2 B1 F3 B2 B3, most with chunks 2 and 3 at F3, where the
+    # outputs of both are not known to be taken
+    first = 1_000_000 + 11 * 201 + 7 + 10 * (2 + 9)
     # stage 1 holds one: most at F3, when stage 0 has not yet said that it has the gradient of 2
     second = 1_000_000 + 9 * 201 + 7 + 10 * 2
     assert peak_bytes_by_stage(plan) == (first, second)
