@@ -162,6 +162,13 @@ def test_steps_over_gloo_are_exact() -> None:
             assert max(d.loss_error, d.gradient_error, d.norm_error) <= limit, d
 
 
+def test_batches_of_fewer_chunks_than_stages_are_exact_where_pairs_connect_late() -> None:
+    """Nothing is buffered, and the first transfer between two ranks holds up both of them."""
+    case = Case("llama", 4, 1, zero_stage=0, float64=True, tied=True, num_sequences=2, max_tokens=9)
+    for d in _all_differences([case], "lazy")[0]:
+        assert max(d.loss_error, d.gradient_error, d.norm_error) <= FLOAT64_LIMIT, d
+
+
 @pytest.mark.parametrize(("pp", "sp"), [(2, 2)])
 def test_a_loss_curve_of_20_steps_follows_the_reference(pp: int, sp: int) -> None:
     case = Case(

@@ -131,5 +131,6 @@ def adopt_grid(grid: Any, sp_size: int, timeout: timedelta) -> InfiniPipeGrid:
 
 
 def _set_timeout(pg: Any, timeout: timedelta) -> None:
-    # DeepSpeed creates its groups with torch's default of 30 minutes
-    torch_dist.distributed_c10d._set_pg_timeout(timeout, pg)
+    # DeepSpeed creates its groups with torch's default of 30 minutes; others have a limit or none
+    if torch_dist.get_backend(pg) in ("gloo", "nccl"):
+        torch_dist.distributed_c10d._set_pg_timeout(timeout, pg)
