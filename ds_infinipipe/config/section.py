@@ -269,22 +269,18 @@ class RuntimeSettings(_Section):
 
 
 class RecoverySettings(_Section):
-    """What happens when a rank runs out of memory in a step."""
+    """What is left for the next start when a rank runs out of memory and the run ends."""
 
-    enabled: bool | Literal["auto"] = "auto"
-    """Plan the step anew under a smaller memory limit and repeat it; else the run ends. "auto"
-    (default): on CUDA."""
-
-    max_repeats: int = Field(default=4, ge=1, le=100)
-    """Times one step is repeated before the run ends. Default 4."""
+    enabled: bool = True
+    """Store a lower memory limit beside the checkpoints, and plan within one that is stored there.
+    Default true."""
 
     reduction: float = Field(default=0.85, gt=0.0, lt=1.0)
-    """The new limit, as a share of the peak predicted where memory ran out. Later steps keep to it
-    too, but for a batch that does not fit in it. Default 0.85."""
+    """The lower limit, as a share of the peak predicted where memory ran out. Plans keep to it but
+    for a batch that does not fit in it. Default 0.85."""
 
-    def is_enabled(self, device_type: str) -> bool:
-        """`enabled`, decided for a device."""
-        return device_type == "cuda" if self.enabled == "auto" else self.enabled
+    max_lowerings: int = Field(default=3, ge=1, le=100)
+    """Lower limits in a row for one step; a start after one more is refused. Default 3."""
 
 
 class DebugSettings(_Section):

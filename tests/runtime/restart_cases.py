@@ -31,7 +31,7 @@ _CASE = Case("llama", 2, 1, num_layers=2, num_heads=2, num_sequences=3, max_toke
 class Kill:
     """A rank ends itself at an instruction of a step, or after so many writes of one's saving.
 
-    `runs_out` has a rank run out of memory in the step before.
+    With `runs_out` it runs out of memory in that step instead, and all ranks end.
     """
 
     rank: int
@@ -41,9 +41,10 @@ class Kill:
     runs_out: bool = False
 
     def __str__(self) -> str:
+        if self.runs_out:
+            return f"rank {self.rank} out of memory, step {self.step}"
         place = f"at {self.op}" if self.op else f"at write {self.writes} of saving"
-        before = ", after one out of memory" if self.runs_out else ""
-        return f"rank {self.rank} killed {place}, step {self.step}{before}"
+        return f"rank {self.rank} killed {place}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -53,28 +54,30 @@ class Step:
     step: int
     sequences: tuple[int, ...]
     loss: float
+    limit_bytes: int
+    """Of the step's plan."""
 
 
 def _run(rank: int, folder: str, asynchronous: bool, kill: Kill | None) -> None:
     """Train up to STEPS, saving every other one; each step that ends is a line in a file."""
     saving = {"save_dir": folder, "every_steps": 2, "asynchronous": asynchronous}
     section = {"checkpoint": saving, "planning": {"asynchronous": True, "deadline_s": 60.0}}
-    section["recovery"] = {"enabled": True, "reduction": 0.99}
+    section["recovery"] = {"reduction": 0.99}
     engine = build(_CASE, Numbered(_NUM_SEQUENCES, _CASE.vocab_size), section)
     routine = CheckpointRoutine(engine.checkpointer, engine.settings.checkpoint)
     routine.resume(STEPS)
-    if kill is not None and rank == kill.rank:
+    if kill is not None and rank == kill.rank and not kill.runs_out:
         _prepare(engine, kill)
     with open(f"{folder}-rank{rank}", "a", encoding="utf-8") as file:
         while engine.global_steps < STEPS:
             step = engine.global_steps + 1
-            runs_out = kill is not None and kill.runs_out and step == kill.step - 1
-            if runs_out:
-                inject(engine, Fault((1,), "backward"))
+            if kill is not None and kill.runs_out and step == kill.step:
+                inject(engine, Fault((kill.rank,), "backward"))
             loss = float(engine.train_batch())
-            assert engine.recovery.repeats == runs_out
+            assert engine.plan is not None
             ids = tuple(int(ids[0]) for ids in engine._whole_batch.ids)
-            print(json.dumps([step, ids, loss]), file=file, flush=True)
+            limit_bytes = engine.plan.setup.limit_bytes
+            print(json.dumps([step, ids, loss, limit_bytes]), file=file, flush=True)
             routine.after_step()
         routine.at_end()
     engine.close()
@@ -119,7 +122,7 @@ def _read(file: Path) -> list[Step]:
     """A step that was trained again takes the place of those from it on."""
     steps: list[Step] = []
     for line in file.read_text(encoding="utf-8").splitlines():
-        number, ids, loss = json.loads(line)
-        steps = [*steps[: number - 1], Step(number, tuple(ids), loss)]
+        number, ids, loss, limit_bytes = json.loads(line)
+        steps = [*steps[: number - 1], Step(number, tuple(ids), loss, limit_bytes)]
         assert len(steps) == number, "a step is missing"
     return steps

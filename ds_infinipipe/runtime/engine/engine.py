@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -31,8 +30,8 @@ from ds_infinipipe.runtime.checkpoint.checkpointer import Checkpointer, Counters
 from ds_infinipipe.runtime.engine.evaluate import EvaluationReport, batches_of, forward_only
 from ds_infinipipe.runtime.engine.finite import FiniteCheck
 from ds_infinipipe.runtime.engine.module import InfiniPipeModule, choose_kernels
+from ds_infinipipe.runtime.engine.out_of_memory import MemoryGuard
 from ds_infinipipe.runtime.engine.planning import PlanningReport, PlanningTask, PlanService
-from ds_infinipipe.runtime.engine.recovery import Recovery
 from ds_infinipipe.runtime.engine.report import (
     RankFigures,
     StageMemory,
@@ -43,6 +42,7 @@ from ds_infinipipe.runtime.engine.report import (
 )
 from ds_infinipipe.runtime.engine.watchdog import Activity, Watchdog, Whereabouts
 from ds_infinipipe.runtime.ranks.clock import Wait, WaitTimes
+from ds_infinipipe.runtime.ranks.cut import note_connections
 from ds_infinipipe.runtime.ranks.rank import Rank
 from ds_infinipipe.runtime.ranks.surface import lifted_refusals
 from ds_infinipipe.runtime.shards.loss_scale import adopt_loss_scaler
@@ -109,7 +109,6 @@ class InfiniPipeEngine(PipelineEngine):
             self.rank, self.executor, self.sharding, self.loss_scaler, self.settings.training
         )
         self._plans = self._make_plan_service()
-        self.recovery = self._make_recovery()
         self._feeds: Feeds[_Shared] = Feeds(self._parse_shared)
         self.checkpointer = self._make_checkpointer()
         self._run: StepRun | None = None
@@ -124,6 +123,7 @@ class InfiniPipeEngine(PipelineEngine):
         self.batch: StepBatch | None = None
         self.evaluation: EvaluationReport | None = None
         self.timeline: Timeline | None = None
+        self.memory_guard = self._make_memory_guard()
 
     # ---- one step
 
@@ -161,13 +161,13 @@ class InfiniPipeEngine(PipelineEngine):
         """Execute a given plan on a given batch, for example one read back from a file.
 
         With replicas `batch` is this replica's share and `whole` the step's whole batch, over whose
-        labels the loss is averaged. A step that runs out of memory is planned anew, see `recovery`.
+        labels the loss is averaged. Where a rank runs out of memory, all raise OutOfMemoryError.
         """
         self.plan, self.batch = plan, batch
         self._whole_batch = batch if whole is None else whole
         started = time.perf_counter()
         try:
-            with self.recovery.explaining():
+            with self.memory_guard.watching(plan):
                 loss: torch.Tensor = super().train_batch()
         except Exception:
             self.timers(TRAIN_BATCH_TIMER).reset()  # left running, it would refuse the next step
@@ -197,9 +197,8 @@ class InfiniPipeEngine(PipelineEngine):
         members = self.replica_members(batch)
         share = batch.select(members)
         plan, _planning = self._plans.plan_for(share.lengths, aside=True)
-        return self.recovery.run(
-            plan, share.lengths, lambda plan: self.evaluate_plan(plan, share, batch, members)
-        )
+        with self.memory_guard.watching(plan):
+            return self.evaluate_plan(plan, share, batch, members)
 
     def evaluate_plan(
         self, plan: Plan, share: StepBatch, whole: StepBatch, members: Sequence[int]
@@ -229,17 +228,12 @@ class InfiniPipeEngine(PipelineEngine):
         return self.planning_task.share(batch.lengths)[self.rank.replica]
 
     def _train_schedule(self) -> None:
-        """Each attempt at a step has a stream of its own, see `_attempt`."""
+        """Each step has a stream of its own, see `_exec_schedule`."""
 
     def _exec_schedule(self, _: Any) -> None:
+        """The batch under its plan, up to and with the optimizer's step."""
         assert self.plan is not None and self.batch is not None
-        self.recovery.run(self.plan, self.batch.lengths, self._attempt)
-
-    def _attempt(self, plan: Plan) -> None:
-        """The batch under a plan, up to and with the optimizer's step."""
-        assert self.batch is not None
-        self.plan = plan
-        run = self._run = StepRun(self.rank, plan, self.batch, self._parts)
+        run = self._run = StepRun(self.rank, self.plan, self.batch, self._parts)
         run.begin(self._whole_batch.label_weight)
         counts = self.device.type == "cuda" or self.settings.debug.meter_memory
         meter = MemoryMeter(self.device, self.before_step_hooks) if counts else None
@@ -346,6 +340,8 @@ class InfiniPipeEngine(PipelineEngine):
         if exclude_frozen_parameters:
             raise ConfigError("exclude_frozen_parameters is not supported: loading needs them all")
         self.checkpointer.save(save_dir, tag, client_state, is_latest=save_latest)
+        if self.settings.checkpoint.save_dir is None:
+            self.memory_guard.keep_in(save_dir)
         return True
 
     def load_checkpoint(
@@ -369,13 +365,16 @@ class InfiniPipeEngine(PipelineEngine):
         """
         if custom_load_fn is not None or not load_module_strict:
             raise ConfigError("checkpoints are loaded whole: drop custom_load_fn and strict=False")
-        return self.checkpointer.load(
+        place, client_state = self.checkpointer.load(
             load_dir,
             tag,
             with_optimizer=load_optimizer_states and not load_module_only,
             with_schedule=load_lr_scheduler_states and not load_module_only,
             with_progress=not load_module_only,
         )
+        if self.settings.checkpoint.save_dir is None and not load_module_only:
+            self.memory_guard.adopt(Path(place).parent)
+        return place, client_state
 
     def wait_for_checkpoint(self) -> None:
         """Wait until an asynchronous save is complete, a collective; raises what failed."""
@@ -429,17 +428,20 @@ class InfiniPipeEngine(PipelineEngine):
             is_synchronous=self.settings.debug.synchronous,
         )
 
-    def _make_recovery(self) -> Recovery:
-        return Recovery(
+    def _make_memory_guard(self) -> MemoryGuard:
+        """Once all groups are there, whose connections it may have to cut."""
+        note_connections()
+        guard = MemoryGuard(
             self.rank,
             self.settings.recovery,
             timeout_s=self.settings.runtime.timeout_s,
-            kept=(self.grid.plan_pg, self.grid.control_pg),
             plans=self._plans,
-            sharding=self.sharding,
             whereabouts=self._whereabouts,
             abandon=self._abandon_step,
         )
+        if self.settings.checkpoint.save_dir is not None:
+            guard.adopt(self.settings.checkpoint.save_dir)
+        return guard
 
     def _make_checkpointer(self) -> Checkpointer:
         trained = Trained(
@@ -500,9 +502,8 @@ class InfiniPipeEngine(PipelineEngine):
             elapsed_s=elapsed_s,
             calibration=self._calibration.factor,
         )
-        if not self.recovery.repeats:
-            self._calibration.add(self.plan.predicted.step_time_s, elapsed_s)
-        return replace(report, repeats=self.recovery.repeats)
+        self._calibration.add(self.plan.predicted.step_time_s, elapsed_s)
+        return report
 
     # ---- errors and the end
 
@@ -515,15 +516,13 @@ class InfiniPipeEngine(PipelineEngine):
         return Whereabouts(self.rank, self.global_steps + 1, self._run)
 
     def _activity(self) -> Activity | None:
-        """The instruction, or the recovery from a lack of memory, that this rank is at."""
+        """The instruction that this rank is at."""
         here = self._whereabouts()
-        if here.run is None:
-            return self.recovery.activity
-        return Activity(str(here), here.run.entered_s)
+        return None if here.run is None else Activity(str(here), here.run.entered_s)
 
     def close(self) -> None:
         """End the planning worker and the threads that watch."""
         self._watchdog.stop()
-        self.recovery.close()
+        self.memory_guard.close()
         self._plans.close()
         self.checkpointer.close()

@@ -60,7 +60,6 @@ class FiniteCheck:
         *counts, square = votes.tolist()
         num_bad, num_bad_losses, num_ranks = (round(count) for count in counts)
         check_all_took_part(num_ranks, "step")
-        run.is_committed = True
         if not num_bad:
             return math.sqrt(square / self._sharding.num_holders)
         scaler = self._loss_scaler

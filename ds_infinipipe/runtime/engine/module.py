@@ -44,10 +44,10 @@ from ds_infinipipe.ops.fp8 import check_fp8
 from ds_infinipipe.planner.facts.settings import PlannerSection
 from ds_infinipipe.planner.facts.setup import make_layout
 from ds_infinipipe.runtime.ranks.agree import check_same_config, raise_together, refusing
+from ds_infinipipe.runtime.ranks.cut import wake_others
 from ds_infinipipe.runtime.ranks.faults import naming_peer_failures
 from ds_infinipipe.runtime.ranks.grid import InfiniPipeGrid, adopt_grid
 from ds_infinipipe.runtime.ranks.last_words import LastWords
-from ds_infinipipe.runtime.ranks.regroup import cut_connections
 from ds_infinipipe.runtime.ranks.rendezvous import JOINING_METHOD
 from ds_infinipipe.runtime.ranks.store import Board
 from ds_infinipipe.runtime.ranks.surface import (
@@ -68,7 +68,7 @@ def init_distributed(timeout_s: float) -> None:
     skip_shared_memory_build()
     compile_late()
     count_devices_once()
-    # NCCL's watchdog would end the process before it could say what failed, or repeat the step;
+    # NCCL's watchdog would end the process before it could say what failed;
     # 2 is "abort the communicators"
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     # DeepSpeed calls collectives by names that torch has begun to rename
@@ -79,7 +79,7 @@ def init_distributed(timeout_s: float) -> None:
         )
     if dist.get_world_size() > 1:
         notes = Board("infinipipe/end", timeout_s)
-        sys.excepthook = LastWords(notes, dist.get_rank(), dist.get_world_size(), cut_connections)
+        sys.excepthook = LastWords(notes, dist.get_rank(), dist.get_world_size(), wake_others)
 
 
 class InfiniPipeModule(PipelineModule):

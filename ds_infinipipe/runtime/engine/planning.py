@@ -211,30 +211,27 @@ class PlanService:
             self._worker.stop()
 
     def plan_for(
-        self, lengths: Sequence[int], *, aside: bool = False, at_most_bytes: int | None = None
+        self, lengths: Sequence[int], *, aside: bool = False
     ) -> tuple[Plan, PlanningReport]:
         """The plan of this replica's batch, a collective over all ranks.
 
         `aside` leaves the plan that is being solved ahead alone, for an evaluation in between. What
-        does not fit in the limit set by `tighten` is planned within `at_most_bytes`, by default the
-        limit there was before.
+        does not fit in the limit set by `tighten` is planned within the configured one.
 
         Raises what the planner raised, on every rank of every replica, and PlanMismatchError where
         a rank's batch is not the one that was planned.
         """
         with naming_peer_failures("exchanging a plan"):
             if self._control_pg is None:
-                return self._plan_replica(tuple(lengths), aside, at_most_bytes)
+                return self._plan_replica(tuple(lengths), aside)
             with raise_together("planning", self._control_pg):
-                return self._plan_replica(tuple(lengths), aside, at_most_bytes)
+                return self._plan_replica(tuple(lengths), aside)
 
-    def _plan_replica(
-        self, lengths: tuple[int, ...], aside: bool, at_most_bytes: int | None
-    ) -> tuple[Plan, PlanningReport]:
+    def _plan_replica(self, lengths: tuple[int, ...], aside: bool) -> tuple[Plan, PlanningReport]:
         if not lengths:
             # it has nothing that a smaller limit could save
             return self._configured.idle(), PlanningReport(0.0, 0.0)
-        payload = self._solve(lengths, aside, at_most_bytes) if self._is_solver else None
+        payload = self._solve(lengths, aside) if self._is_solver else None
         answer = _broadcast_json(payload, self._solver, self._pg)
         if not answer["ok"]:
             kind = getattr(errors, answer["error_type"], InfiniPipeError)
@@ -246,23 +243,21 @@ class PlanService:
         )
         return plan, report
 
+    @property
+    def limit_bytes(self) -> int:
+        """The configured memory limit."""
+        return self._configured.limit_bytes
+
     def tighten(self, limit_bytes: int) -> None:
-        """Plan within a smaller limit from now on; what is solved ahead is started again."""
-        if limit_bytes < self._task.limit_bytes:
-            self._task = self._task.within(limit_bytes)
-            pending = self._pending
-            if self._worker is not None and pending is not None:
-                self._worker.stop()
-                self.submit(pending)
+        """Plan within a smaller limit than the configured one from now on."""
+        self._task = self._configured.within(limit_bytes)
 
     def close(self) -> None:
         """End the worker."""
         if self._worker is not None:
             self._worker.stop()
 
-    def _solve(
-        self, lengths: tuple[int, ...], aside: bool, at_most_bytes: int | None
-    ) -> dict[str, Any]:
+    def _solve(self, lengths: tuple[int, ...], aside: bool) -> dict[str, Any]:
         started = time.perf_counter()
         pending = None
         if not aside:
@@ -275,10 +270,9 @@ class PlanService:
             is_fallback = answer is None
         if answer is None:
             answer = _solve_here(self._task, lengths, greedy=is_fallback)
-        if answer.get("error_type") == InfeasiblePlanError.__name__:
-            most = self._configured if at_most_bytes is None else self._task.within(at_most_bytes)
-            if most.limit_bytes > self._task.limit_bytes:
-                answer = _solve_here(most, lengths, greedy=is_fallback)
+        is_infeasible = answer.get("error_type") == InfeasiblePlanError.__name__
+        if is_infeasible and self._task is not self._configured:
+            answer = _solve_here(self._configured, lengths, greedy=is_fallback)
         waited_s = time.perf_counter() - started
         return {
             **answer,

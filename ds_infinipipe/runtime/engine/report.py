@@ -147,8 +147,6 @@ class StepReport:
     planning_fallback: bool
     planning_ahead: bool
     memory_limit_gib: float = 0.0
-    repeats: int = 0
-    """How often the step was started again because a rank ran out of memory."""
     waits: Mapping[Wait, float] = field(default_factory=dict)
     """Shares of the rank-seconds in which compute stood still for communication. Transfers, which
     also wait while a neighbour computes, are part of the bubbles; the others are not."""
@@ -225,7 +223,7 @@ class StepReport:
             f"{self.recomputed_layers} layers recomputed | {self.elapsed_s:.2f} s (predicted "
             f"{self.predicted_s:.2f}) | bubble {self.bubble_ratio:.0%} (predicted "
             f"{self.predicted_bubble_ratio:.0%}), exposed communication "
-            f"{self.exposed_communication:.0%}{self._peak()} | {self._planning()}{self._repeats()}"
+            f"{self.exposed_communication:.0%}{self._peak()} | {self._planning()}"
         )
 
     def _left_out(self) -> str:
@@ -237,12 +235,6 @@ class StepReport:
             return ""
         measured, predicted = (n / 2**30 for n in (memory.measured, memory.predicted))
         return f" | peak {measured:.4g} GiB (predicted {predicted:.4g})"
-
-    def _repeats(self) -> str:
-        if not self.repeats:
-            return ""
-        times = "once" if self.repeats == 1 else f"{self.repeats} times"
-        return f" | out of memory {times}, then planned within {self.memory_limit_gib:.4g} GiB"
 
     def _planning(self) -> str:
         if self.planning_fallback:
@@ -298,7 +290,6 @@ def step_events(
         **{f"exposed_{kind.value}": share for kind, share in report.waits.items()},
         "predicted_peak_gib": max(stage.predicted for stage in report.memory) / 2**30,
         "memory_limit_gib": report.memory_limit_gib,
-        "out_of_memory_repeats": report.repeats,
         **counters,
     }
     measured = [stage for stage in report.memory if stage.measured]

@@ -14,8 +14,6 @@ import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-from ds_infinipipe.runtime.ranks.regroup import open_gloo_group
-
 __all__ = ["InfiniPipeGrid", "adopt_grid"]
 
 
@@ -91,10 +89,10 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
                 self.gradient_pg = pg
         for replica in range(self._topo.get_dim("replica")):
             ranks = self._topo.get_axis_list("replica", replica)
-            pg = open_gloo_group(ranks, timeout)
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout, backend="gloo")
             if self.global_rank in ranks:
                 self.plan_pg, self.plan_rank = pg, min(ranks)
-        self.control_pg = open_gloo_group(None, timeout)
+        self.control_pg = torch_dist.new_group(timeout=timeout, backend="gloo")
 
     def get_sequence_parallel_group(self) -> Any:
         return self.sequence_pg

@@ -32,7 +32,6 @@ from ds_infinipipe.errors import ConfigError
 __all__ = [
     "SUPPORTED_DEEPSPEED",
     "SUPPORTED_TORCH",
-    "abandon_zero3_step",
     "check_surface",
     "check_zero3_optimizer",
     "compile_late",
@@ -223,12 +222,6 @@ def _refuse_missing(
             f"{package} {version} lacks {', '.join(missing)}, which ds_infinipipe builds on; use "
             f"{package} >= {supported[0]}, < {supported[1]}"
         )
-
-
-def abandon_zero3_step(optimizer: Any) -> None:
-    """Empty the stage-3 optimizer's buckets of gradients that were never reduced."""
-    for bucket in optimizer.ipg_buckets.values():
-        bucket.clear_params()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ the gathers and reductions of the stage in another order on another rank.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,13 +65,6 @@ class GradientSum:
         self.start(0)
         for work in self._pending:
             work.wait()
-        self._pending.clear()
-
-    def abandon(self) -> None:
-        """Wait until no sum writes into a gradient any more; their peers are gone."""
-        for work in self._pending:
-            with contextlib.suppress(RuntimeError):
-                work.wait()
         self._pending.clear()
 
 

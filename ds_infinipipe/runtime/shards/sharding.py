@@ -40,10 +40,6 @@ class Sharding(Protocol):
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
 
-    def abandon(self) -> None:
-        """After an error, with no peer left that answers: forget the step's gradients and whatever
-        was gathered."""
-
     def prefetch(self, layer: int) -> None:
         """Start to gather a layer's parameters."""
 
@@ -113,10 +109,6 @@ class ReplicatedSharding:
         self._sum.begin_step()
         for parameter in self._parameters():
             parameter.grad = None
-
-    def abandon(self) -> None:
-        self._sum.abandon()
-        self.begin_step()
 
     def prefetch(self, layer: int) -> None:
         """Parameters are always here."""

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_grad
 
 from ds_infinipipe.runtime.ranks.surface import (
-    abandon_zero3_step,
     check_zero3_optimizer,
     gradient_partition,
     reduce_pending_gradients,
@@ -129,17 +128,6 @@ class Zero3Sharding:
                     partition = gradient_partition(self._optimizer, parameter)
                     whole = partition.narrow(0, 0, parameter.numel())
                     parameter.grad = whole.view(parameter.shape)
-
-    def abandon(self) -> None:
-        self._in_flight.clear()
-        if self._sum is not None:
-            self._sum.abandon()
-        abandon_zero3_step(self._optimizer)
-        for parameter in itertools.chain.from_iterable(self._layers):
-            parameter.grad = None
-            # Also those that persist: where one rank had waited for their gather and another had
-            # not, the next gather would be of different sizes.
-            free_param(parameter)
 
     def prefetch(self, layer: int) -> None:
         if not self.is_synchronous:

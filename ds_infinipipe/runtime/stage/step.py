@@ -95,7 +95,6 @@ class StepRun:
         self.position = -1
         self.entered_s = time.monotonic()
         self.instruction: Instruction | None = None
-        self.is_committed = False  # all ranks have agreed what to do with the gradients
         self._rank = rank
         self._parts = parts
         self._stream = plan.streams[rank.stage]
