@@ -35,10 +35,10 @@ CHUNKS = (
     Chunk((Slice(0, 13, 10, True), Slice(2, 0, 6, True)), padding=2),
 )
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": tiny_config("llama", pad_token_id=11, num_hidden_layers=2),
-    "mistral with a window": tiny_config("mistral", sliding_window=5, num_hidden_layers=2),
-    "qwen2": tiny_config("qwen2", num_hidden_layers=2),
-    "qwen3": tiny_config("qwen3", num_hidden_layers=2),
+    "llama": tiny_config("llama", pad_token_id=11, num_hidden_layers=1),
+    "mistral with a window": tiny_config("mistral", sliding_window=5, num_hidden_layers=1),
+    "qwen2": tiny_config("qwen2", num_hidden_layers=1),
+    "qwen3": tiny_config("qwen3", num_hidden_layers=1),
 }
 
 
