@@ -10,7 +10,15 @@ from pathlib import Path
 
 from ds_infinipipe.errors import ConfigError
 
-__all__ = ["become_only_rank", "launched_ranks", "prepare_allocator", "tell_launcher"]
+__all__ = [
+    "ALLOCATOR_SETTINGS",
+    "become_only_rank",
+    "launched_ranks",
+    "prepare_allocator",
+    "tell_launcher",
+]
+
+ALLOCATOR_SETTINGS = "expandable_segments:True"
 
 
 def launched_ranks() -> int | None:
@@ -47,7 +55,8 @@ def prepare_allocator() -> None:
     Chunks differ in size every step, which fragments the default one. Launchers do not hand the
     variable on to other nodes, so each rank sets it.
     """
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):  # the name of earlier versions
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR_SETTINGS)
 
 
 def tell_launcher(text: str) -> None:

@@ -10,6 +10,7 @@ dimension.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -28,6 +29,11 @@ from ds_infinipipe.ops.cpu_flash import cpu_flash_attention
 
 __all__ = ["Segments", "check_alignment", "resolve_attention", "varlen_attention"]
 
+# of what is not torch's core, its function
+_KERNELS = {
+    "flash_attn": ("flash_attn", "flash_attn_varlen_func"),
+    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn"),
+}
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -143,8 +149,13 @@ def resolve_attention(impl: str, device: torch.device, dtype: torch.dtype) -> st
 @cache
 def _resolve(impl: str, device_type: str, dtype: torch.dtype) -> str:
     if impl == "auto":
-        name = next(n for n in _LADDER if _obstacle(n, device_type, dtype) is None)
+        obstacles = {n: _obstacle(n, device_type, dtype) for n in _LADDER}
+        name = next(n for n, obstacle in obstacles.items() if obstacle is None)
         logger.info("attention on %s in %s: %s", device_type, dtype, name)
+        for better, obstacle in itertools.takewhile(lambda o: o[0] != name, obstacles.items()):
+            # on a GPU it may be what the user meant to have
+            level = logging.INFO if device_type == "cuda" else logging.DEBUG
+            logger.log(level, "attention by %s is left out: %s", better, obstacle)
         return name
     if impl not in IMPLEMENTATIONS:
         raise ConfigError(
@@ -166,12 +177,27 @@ def _obstacle(name: str, device_type: str, dtype: torch.dtype) -> str | None:
     if name in ("flash_attn", "torch_varlen"):
         if device_type != "cuda" or dtype not in _HALF:
             return "it needs a CUDA device and float16 or bfloat16"
-        module = "flash_attn" if name == "flash_attn" else "torch.nn.attention.varlen"
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed"
+        return _missing(*_KERNELS[name])
     if name == "cpu_flash" and device_type != "cpu":
         return "it needs tensors on the CPU"
     return None
+
+
+@cache
+def _missing(module: str, function: str) -> str | None:
+    """Why a module's function cannot be had, or None.
+
+    Built for another torch a package is there and cannot be imported; of another version it has
+    other names.
+    """
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed"
+    try:
+        found = hasattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the package raises while it loads its libraries
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{module} is installed but cannot be imported ({reason})"
+    return None if found else f"{module} is installed but has no {function}"
 
 
 def check_alignment(

@@ -43,6 +43,9 @@ def cross_entropy_kernel(
                 zeros = tl.zeros([BLOCK], dtype=logits_ptr.dtype.element_ty)
                 tl.store(logits_ptr + places, zeros, mask=places < vocab_size)
         return
+    # read before the reductions below, at which all warps meet: behind them another warp may have
+    # stored the gradient here already
+    target = tl.load(logits_ptr + label).to(WIDE)
     highest = tl.full([], float("-inf"), dtype=WIDE)
     total = tl.full([], 0.0, dtype=WIDE)
     for start in range(0, vocab_size, BLOCK):
@@ -55,7 +58,6 @@ def cross_entropy_kernel(
     weight = tl.full([], 1.0, dtype=WIDE)
     if HAS_WEIGHTS:
         weight = tl.load(weights_ptr + row).to(WIDE)
-    target = tl.load(logits_ptr + label).to(WIDE)
     tl.store(losses_ptr + row, (tl.log(total) - (target - highest)) * weight)
     if WITH_GRADIENT:
         factor = weight * grad_scale

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +288,41 @@ def test_auto_falls_back_to_sdpa_in_float32_on_cuda() -> None:
 def test_an_implementation_that_cannot_run_is_refused(impl: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve_attention(impl, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c10')", "cannot be imported .*undefined symbol"),
+        ("raise OSError('libcudart.so.12: no such file')", "cannot be imported .*libcudart"),
+        ("cute = None", "has no flash_attn_varlen_func"),
+    ],
+)
+def test_flash_attn_that_cannot_be_used_makes_way_and_the_log_says_why(
+    source: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Built for another torch, or of another version: nothing else may fall with it."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    for cached in (attention._missing, attention._resolve):
+        cached.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="ds_infinipipe"):
+            chosen = resolve_attention("auto", torch.device("cuda"), torch.bfloat16)
+        assert chosen == "torch_varlen"
+        assert re.search(f"attention by flash_attn is left out: .*{reason}", caplog.text)
+        with pytest.raises(ConfigError, match=reason):
+            resolve_attention("flash_attn", torch.device("cuda"), torch.bfloat16)
+    finally:
+        sys.modules.pop("flash_attn", None)
+        for cached in (attention._missing, attention._resolve):
+            cached.cache_clear()
 
 
 def _check_kernel_call(impl: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -114,6 +115,14 @@ def test_aligned_half_precision_rows_move_16_bytes_at_a_time(
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
     odd = _compile(_source("bf16", False, True, False), 90).asm["ptx"]
     assert not re.search(r"ld\.global\S*\.v4\.b32", odd)
+
+
+def test_the_labels_logit_is_read_before_any_warp_stores_a_gradient() -> None:
+    """The interpreter runs one warp at a time and cannot show it; reductions let all warps meet."""
+    source = inspect.getsource(cross_entropy_kernel.fn)
+    source = source[source.index("return") :]  # what precedes is for rows without a label
+    read, meeting = source.index("tl.load(logits_ptr + label)"), source.index("tl.max(logits")
+    assert read < meeting < source.index("tl.store(logits_ptr")
 
 
 def test_short_rows_get_small_blocks() -> None:

@@ -42,7 +42,7 @@ from ds_infinipipe.runtime.engine.report import (
 )
 from ds_infinipipe.runtime.engine.watchdog import Activity, Watchdog, Whereabouts
 from ds_infinipipe.runtime.ranks.clock import Wait, WaitTimes
-from ds_infinipipe.runtime.ranks.cut import note_connections
+from ds_infinipipe.runtime.ranks.connections import connect_nccl, note_connections
 from ds_infinipipe.runtime.ranks.rank import Rank
 from ds_infinipipe.runtime.ranks.surface import lifted_refusals
 from ds_infinipipe.runtime.shards.loss_scale import adopt_loss_scaler
@@ -103,6 +103,7 @@ class InfiniPipeEngine(PipelineEngine):
             verify=self.settings.debug.verify_p2p,
             is_synchronous=self.settings.debug.synchronous,
         )
+        connect_nccl(self.device)
         self.channels.connect(self.rank)
         self._parts = self._make_parts()
         self._finite = FiniteCheck(

@@ -44,11 +44,11 @@ from ds_infinipipe.ops.fp8 import check_fp8
 from ds_infinipipe.planner.facts.settings import PlannerSection
 from ds_infinipipe.planner.facts.setup import make_layout
 from ds_infinipipe.runtime.ranks.agree import check_same_config, raise_together, refusing
-from ds_infinipipe.runtime.ranks.cut import wake_others
+from ds_infinipipe.runtime.ranks.connections import take_device, wake_others
 from ds_infinipipe.runtime.ranks.faults import naming_peer_failures
 from ds_infinipipe.runtime.ranks.grid import InfiniPipeGrid, adopt_grid
 from ds_infinipipe.runtime.ranks.last_words import LastWords
-from ds_infinipipe.runtime.ranks.rendezvous import JOINING_METHOD
+from ds_infinipipe.runtime.ranks.rendezvous import JOINING_METHOD, choose_gloo_interface
 from ds_infinipipe.runtime.ranks.store import Board
 from ds_infinipipe.runtime.ranks.surface import (
     check_surface,
@@ -73,6 +73,8 @@ def init_distributed(timeout_s: float) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     # DeepSpeed calls collectives by names that torch has begun to rename
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    take_device()
+    choose_gloo_interface()
     with naming_peer_failures("joining the process group"):
         deepspeed.init_distributed(
             timeout=timedelta(seconds=timeout_s), verbose=False, init_method=JOINING_METHOD

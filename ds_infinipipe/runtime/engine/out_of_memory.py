@@ -34,7 +34,7 @@ from ds_infinipipe.runtime.checkpoint.memory_limit import (
 from ds_infinipipe.runtime.engine.planning import PlanService
 from ds_infinipipe.runtime.engine.watchdog import Whereabouts
 from ds_infinipipe.runtime.ranks.agree import raise_together
-from ds_infinipipe.runtime.ranks.cut import abort_nccl, has_nccl, wake_others
+from ds_infinipipe.runtime.ranks.connections import abort_nccl, has_nccl, wake_others
 from ds_infinipipe.runtime.ranks.faults import is_peer_failure, transport_reason
 from ds_infinipipe.runtime.ranks.last_words import refer
 from ds_infinipipe.runtime.ranks.rank import Rank

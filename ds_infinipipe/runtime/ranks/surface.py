@@ -77,17 +77,18 @@ _CLASS_SURFACE: dict[Any, tuple[str, ...]] = {
     pipe_engine: ("ZeroStageEnum",),
     compiler: ("compile",),
     type(get_accelerator()): ("is_fp16_supported",),
-    partition_parameters: ("ZeroParamStatus", "GatheredParameters", "free_param"),
+    partition_parameters: ("ZeroParamStatus", "GatheredParameters"),
 }
 
 _TORCH_SURFACE: dict[Any, tuple[str, ...]] = {
     distributed_c10d: ("_get_default_store", "_world"),
     distributed_c10d.ProcessGroup: (
-        "BackendType",
         "_device_types",
         "_get_backend",
-        "_register_backend",
+        "abort",
+        "bound_device_id",
     ),
+    torch._C: ("_accelerator_setAllocatorSettings",),
     distributed_c10d.PrefixStore: ("_underlying_non_prefix_store", "clone"),
 }
 

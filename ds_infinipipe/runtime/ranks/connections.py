@@ -1,4 +1,8 @@
-"""Ends what other ranks wait for, for a rank that is about to end with an error.
+"""Connections between ranks: made in one order, and cut by a rank that ends with an error.
+
+A rank takes its device before its first collective, which torch binds to the device it finds. NCCL
+connects a group when it is made, if torch knows the process's device, else at its first use: a
+rendezvous of its ranks' hosts, which may wait for each other for ever.
 
 A rank that fails inside a collective leaves its peers blocked in it. NCCL can abort communicators,
 in the steps of torch's own abort of all groups. Gloo cannot: nothing but a closed connection ends a
@@ -7,19 +11,58 @@ wait, so its connections are shut down, which wakes both sides at once.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
+from ds_infinipipe.errors import ConfigError
+from ds_infinipipe.launcher import ALLOCATOR_SETTINGS
 from ds_infinipipe.runtime.ranks.faults import naming_peer_failures
 from ds_infinipipe.runtime.ranks.sockets import Socket, connected_sockets
 
-__all__ = ["abort_nccl", "has_nccl", "note_connections", "wake_others"]
+__all__ = [
+    "abort_nccl",
+    "connect_nccl",
+    "has_nccl",
+    "note_connections",
+    "take_device",
+    "wake_others",
+]
 
 # connections belong to the process, not to an engine
 _connections: list[Socket] = []
+
+
+def take_device() -> None:
+    """Make the device of this rank, by its number on the node, the current one, and its allocator.
+
+    Chunks differ in size every step, which fragments the default allocator; what the user chose
+    stays. Raises ConfigError where the node has fewer devices than ranks.
+    """
+    accelerator = get_accelerator()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.device_name() == "cuda":
+        if local_rank >= accelerator.device_count():
+            raise ConfigError(
+                f"LOCAL_RANK is {local_rank}, but this node has {accelerator.device_count()} GPUs: "
+                "start at most one rank for each"
+            )
+        if not (os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")):
+            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS)
+    accelerator.set_device(local_rank)
+
+
+def connect_nccl(device: torch.device) -> None:
+    """Connect the groups of NCCL that are not, in the order they were made; a collective."""
+    for pg in distributed_c10d._world.pg_names:
+        backend = _nccl_backend(pg)
+        if backend is not None and pg.bound_device_id is None:
+            pg.bound_device_id = device
+            backend.eager_connect_single_device(device)
 
 
 def note_connections() -> None:
