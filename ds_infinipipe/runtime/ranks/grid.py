@@ -6,6 +6,7 @@ so that the stages of one replica run one plan whatever the others do. 'replica'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
 
     Between two neighbouring stages each direction has a group of its own, so a communicator and a
     stream: no transfer waits for another that does not come before it on its channel. Those beyond
-    the ends of the pipeline are None.
+    the ends of the pipeline are None, as is any group that this rank would be alone in.
 
     It must not define `initialize_sequence_parallel`: the stage-3 optimizer takes that name as a
     sign that there is no model parallelism and drops the pipeline from the gradient norm.
@@ -47,10 +48,8 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
         """Create our groups in one order on every rank; `timeout` is for each operation on them."""
         self.sp_size = sp_size
         self.replica = self._topo.get_coord(self.global_rank).replica
-        for ranks in self.dp_groups:
-            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
-            if self.global_rank in ranks:
-                self.sequence_ranks, self.sequence_pg = ranks, pg
+        self.sequence_ranks = next(r for r in self.dp_groups if self.global_rank in r)
+        self.sequence_pg = self._join(self.dp_groups, timeout)
         self._add_pipe_groups(timeout)
         self._add_replica_groups(timeout)
         # DeepSpeed reduces norm and overflow over all ranks of one 'data' index, which would count
@@ -60,42 +59,56 @@ class InfiniPipeGrid(PipelineParallelGrid):  # type: ignore[misc]
         self.ds_model_rank = self.pp_group.index(self.global_rank)
 
     def _add_pipe_groups(self, timeout: timedelta) -> None:
-        self.tied_pg = None
         self.activations_in_pg = self.activations_out_pg = None
         self.gradients_in_pg = self.gradients_out_pg = None
-        for ranks in self.pipe_groups:
-            for edge in pairwise(ranks):
-                activations, gradients = (
-                    torch_dist.new_group(ranks=edge, timeout=timeout) for _ in range(2)
-                )
-                if self.global_rank == edge[0]:
-                    self.activations_out_pg, self.gradients_in_pg = activations, gradients
-                elif self.global_rank == edge[1]:
-                    self.activations_in_pg, self.gradients_out_pg = activations, gradients
-            ends = sorted({ranks[0], ranks[-1]})
-            tied = torch_dist.new_group(ranks=ends, timeout=timeout)
-            if self.global_rank in ends:
-                self.tied_pg = tied
+        stage = self.get_stage_id()
+        for parity in range(2):  # edges of one parity share no stage
+            edges = [
+                edge
+                for ranks in self.pipe_groups
+                for number, edge in enumerate(pairwise(ranks))
+                if number % 2 == parity
+            ]
+            activations, gradients = (self._join(edges, timeout) for _ in range(2))
+            if stage % 2 == parity:
+                self.activations_out_pg, self.gradients_in_pg = activations, gradients
+            else:
+                self.activations_in_pg, self.gradients_out_pg = activations, gradients
+        self.tied_pg = self._join(
+            [sorted({ranks[0], ranks[-1]}) for ranks in self.pipe_groups], timeout
+        )
 
     def _add_replica_groups(self, timeout: timedelta) -> None:
-        for ranks in self._topo.get_axis_comm_lists("replica"):
-            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
-            if self.global_rank in ranks:
-                self.replica_pg = pg
-        for stage in range(self._topo.get_dim("pipe")):
-            ranks = self._topo.get_axis_list("pipe", stage)
-            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
-            if self.global_rank in ranks:
-                self.gradient_pg = pg
-        for replica in range(self._topo.get_dim("replica")):
-            ranks = self._topo.get_axis_list("replica", replica)
+        topology, replicas = self._topo, self._topo.get_dim("replica")
+        self.replica_pg = self._join(topology.get_axis_comm_lists("replica"), timeout)
+        stages = [topology.get_axis_list("pipe", p) for p in range(topology.get_dim("pipe"))]
+        self.gradient_pg = self._join(stages, timeout)
+        self.control_pg = torch_dist.new_group(timeout=timeout, backend="gloo")
+        self.plan_pg, self.plan_rank = self.control_pg, 0
+        for replica in range(replicas if replicas > 1 else 0):
+            ranks = topology.get_axis_list("replica", replica)
             pg = torch_dist.new_group(ranks=ranks, timeout=timeout, backend="gloo")
             if self.global_rank in ranks:
                 self.plan_pg, self.plan_rank = pg, min(ranks)
-        self.control_pg = torch_dist.new_group(timeout=timeout, backend="gloo")
+
+    def _join(self, parts: Sequence[Sequence[int]], timeout: timedelta) -> Any:
+        """This rank's group of `parts`, which share no rank; None where it is alone or in none.
+
+        Every group is a split of all ranks, which NCCL takes at once.
+        """
+        parts = [list(ranks) for ranks in parts if len(ranks) > 1]
+        world: Any = dist.get_world_group()
+        if parts and torch_dist.get_backend() == "nccl" and world.bound_device_id is not None:
+            pg = torch_dist.split_group(world, parts, timeout=timeout)
+            return pg if any(self.global_rank in ranks for ranks in parts) else None
+        own = None
+        for ranks in parts:
+            pg = torch_dist.new_group(ranks=ranks, timeout=timeout)
+            own = pg if self.global_rank in ranks else own
+        return own
 
     def get_sequence_parallel_group(self) -> Any:
-        return self.sequence_pg
+        return self.dp_proc_group if self.sequence_pg is None else self.sequence_pg
 
     def get_sequence_parallel_world_size(self) -> int:
         return self.sp_size
