@@ -260,6 +260,10 @@ class RuntimeSettings(_Section):
     all_to_all: Literal["fused", "separate"] = "fused"
     """Query, key and value in one all-to-all (default), or in three, which copies less."""
 
+    deterministic: bool = False
+    """Kernels that add up in one order, torch's and flash-attn's backward, at some cost in speed:
+    on GPUs a step is then equal bit for bit when it is run again. CPUs always do. Default false."""
+
     timeout_s: float = Field(default=600.0, ge=1.0, le=_MAX_WAIT_S, allow_inf_nan=False)
     """Seconds to wait for a peer before the step fails, naming chunk and peer; more than
     planning.deadline_s, during which peers wait for a plan. Default 600."""

@@ -230,7 +230,11 @@ def _flash_attn(
     from flash_attn import flash_attn_varlen_func
 
     cu_q, cu_k = segments.on(q.device)
-    options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    options: dict[str, Any] = {
+        "softmax_scale": scale,
+        "causal": True,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if window is not None:
         options["window_size"] = (window - 1, 0)
     out: Tensor = flash_attn_varlen_func(

@@ -336,8 +336,9 @@ def _check_kernel_call(impl: str) -> None:
 def test_flash_attn_is_called_causal_with_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     def flash_attn_varlen_func(  # type: ignore[no-untyped-def]
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-        softmax_scale=None, causal=False, window_size=(-1, -1),
+        softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
     ):  # fmt: skip
+        asked.append(deterministic)
         assert causal and dropout_p == 0.0 and (max_seqlen_q, max_seqlen_k) == (7, 8)
         bounds = Segments(tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist()))
         window = None if window_size == (-1, -1) else window_size[0] + 1
@@ -347,7 +348,15 @@ def test_flash_attn_is_called_causal_with_boundaries(monkeypatch: pytest.MonkeyP
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    asked: list[bool] = []
     _check_kernel_call("flash_attn")
+    assert not any(asked)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        _check_kernel_call("flash_attn")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked[-1] and asked.count(True) == asked.count(False)
 
 
 def _varlen_211(  # type: ignore[no-untyped-def]

@@ -365,6 +365,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def choose_kernels(model: InfiniPipeModule, device: torch.device) -> str:
     """The name of the attention to use; raises ConfigError for kernels that cannot run here."""
     wanted = model.settings.runtime
+    if wanted.deterministic:
+        # what has no such kernel says so and runs; torch would also fill all memory it hands out
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     attention = resolve_attention(wanted.attention, device, model.dtype)
     windowed = sliding_window(model.hf_config) is not None
     check_alignment(device, model.dtype, attention, windowed=windowed)

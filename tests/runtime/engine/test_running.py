@@ -158,7 +158,10 @@ def _record_and_replay(rank: int, folder: str) -> tuple[float, list[float], str]
         save_step(folder, "one", plan, batch)
     torch.distributed.barrier()
     config = exactness.make_config(_CASE)
+    config["infinipipe"]["runtime"]["deterministic"] = True
+    assert not torch.are_deterministic_algorithms_enabled()
     again = replay(config, f"{folder}/one.json", times=2)
+    assert torch.are_deterministic_algorithms_enabled()
     config["infinipipe"]["model"]["config"]["num_hidden_layers"] = 4
     try:
         replay(config, f"{folder}/one.json")
