@@ -368,7 +368,7 @@ def choose_kernels(model: InfiniPipeModule, device: torch.device) -> str:
     if wanted.deterministic:
         # what has no such kernel says so and runs; torch would also fill all memory it hands out
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     attention = resolve_attention(wanted.attention, device, model.dtype)
     windowed = sliding_window(model.hf_config) is not None
     check_alignment(device, model.dtype, attention, windowed=windowed)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from oom_cases import Fault, end_with_fault, make_engine
 from ranks import run_ranks
-from restart_cases import Kill, train_through
 
-from ds_infinipipe.checks.exactness import FLOAT32_LIMIT, Case
+from ds_infinipipe.checks.exactness import Case
 from ds_infinipipe.config.section import InfiniPipeConfig
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.runtime.checkpoint.memory_limit import (
@@ -60,22 +59,6 @@ def test_all_ranks_end_with_the_cause_and_leave_a_lower_limit(
     assert stored is not None and (stored.step, stored.lowerings) == (1, 1)
     assert stored.cause in answers[0] and f"{MEMORY_LIMIT_FILE} says" in answers[0]
     assert [file.name for file in tmp_path.iterdir()] == [MEMORY_LIMIT_FILE]
-
-
-def test_a_run_that_ran_out_of_memory_goes_on_within_less_as_if_nothing_had_happened(
-    tmp_path: Path,
-) -> None:
-    for name in ("smooth", "short"):
-        (tmp_path / name).mkdir()
-    smooth = train_through(None, tmp_path / "smooth", asynchronous=False)
-    short = train_through(Kill(1, 6, runs_out=True), tmp_path / "short", asynchronous=False)
-    assert [s.sequences for s in short] == [s.sequences for s in smooth]
-    assert [s.loss for s in short] == pytest.approx([s.loss for s in smooth], abs=FLOAT32_LIMIT)
-    configured = {step.limit_bytes for step in smooth}
-    assert len(configured) == 1
-    # saved every other step: the fifth is trained again, as far as batches fit within less
-    assert {step.limit_bytes for step in short[:4]} == configured
-    assert short[5].limit_bytes < min(configured)
 
 
 def _ends(rank: int, folder: str) -> list[str]:
