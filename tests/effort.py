@@ -28,7 +28,7 @@ settings.load_profile(_CHOSEN)
 
 def examples(count: int) -> settings:
     """For a property: that many examples when thorough."""
-    return settings(max_examples=max(10, round(count * _SHARES[_CHOSEN])))
+    return settings(max_examples=max(5, round(count * _SHARES[_CHOSEN])))
 
 
 def is_thorough() -> bool:
