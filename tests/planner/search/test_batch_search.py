@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +53,10 @@ def plan_github(seed: int, memory_gib: float, law: str = "github-b", **knobs: ob
     return plan_with(lengths.tolist(), LLAMA, make_layout(LLAMA, 4, 8), A800, **knobs)
 
 
+shared_github = functools.cache(plan_github)
+"""The same, planned once for all tests."""
+
+
 def recomputed(plan: Plan) -> int:
     return sum(sum(row) for pipeline in plan.pipelines for row in pipeline.recompute)
 
@@ -59,7 +64,7 @@ def recomputed(plan: Plan) -> int:
 @pytest.mark.parametrize("law", ["github-a", "github-b"])
 @pytest.mark.parametrize("memory_gib", [72.0, 40.0, 20.0])
 def test_github_batches_give_verified_plans_within_the_limit(law: str, memory_gib: float) -> None:
-    plan = plan_github(0, memory_gib, law)
+    plan = shared_github(0, memory_gib, law)
     verify_plan(plan)
     assert max(peak_bytes_by_stage(plan)) <= memory_gib * GIB
     assert plan.predicted.peak_bytes == peak_bytes_by_stage(plan)
@@ -69,7 +74,7 @@ def test_github_batches_give_verified_plans_within_the_limit(law: str, memory_gi
 
 
 def test_less_memory_recomputes_more_and_takes_longer() -> None:
-    plans = [plan_github(1, memory_gib) for memory_gib in (72.0, 30.0, 20.0)]
+    plans = [shared_github(0, memory_gib, "github-b") for memory_gib in (72.0, 30.0, 20.0)]
     assert [recomputed(plans[0]) == 0, recomputed(plans[1]) > 0] == [True, True]
     assert recomputed(plans[2]) > recomputed(plans[1])
     times = [plan.predicted.step_time_s for plan in plans]
@@ -94,7 +99,7 @@ def test_512_lengths_are_grouped_for_few_numbers_of_slices(monkeypatch: pytest.M
 
 
 def test_equal_input_gives_equal_digests() -> None:
-    first, second = plan_github(2, 30.0), plan_github(2, 30.0)
+    first, second = shared_github(0, 30.0, "github-b"), plan_github(0, 30.0)
     assert recomputed(first) > 0
     assert first.digest() == second.digest()
 
@@ -187,7 +192,7 @@ def test_greedy_needs_no_solver_and_fits() -> None:
     assert plan.solver.status == "feasible"
     for pipeline in plan.pipelines:
         assert len({count for row in pipeline.recompute for count in row}) == 1
-    assert recomputed(plan) > recomputed(plan_github(0, 30.0))
+    assert recomputed(plan) > recomputed(shared_github(0, 30.0, "github-b"))
 
 
 def test_slices_are_limited_by_max_slices() -> None:
