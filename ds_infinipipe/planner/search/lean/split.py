@@ -67,7 +67,7 @@ def _schedules(choice: LeanChoice, limit_bytes: int) -> Iterator[ScheduleArrays]
     """Ways to fill waits: how many W's may be left, and how much of one must fit into a wait."""
     schedule, ledger = choice.candidate.schedule, choice.ledger
     times = schedule_times(choice.candidate.costs, choice.counts)
-    amounts, transfers = ledger.amounts(is_split=True), ledger.transfers(schedule)
+    amounts, transfers = ledger.amounts(is_split=True), _transfers_with_next(choice)
     counts = np.ascontiguousarray(choice.counts, dtype=np.int64)
     for most in _MOST_LEFT:
         for share in _SHARES:
@@ -75,6 +75,17 @@ def _schedules(choice: LeanChoice, limit_bytes: int) -> Iterator[ScheduleArrays]
                 schedule.operations, times, amounts, transfers, counts, limit_bytes, most, share
             )
             yield replace(schedule, operations=_without_padding(operations))
+
+
+def _transfers_with_next(choice: LeanChoice) -> IntArray:
+    """Bytes in transfer beside every operation, and beside a W behind it: the next receive too."""
+    schedule, hidden = choice.candidate.schedule, choice.ledger.hidden
+    codes = schedule.operations
+    stage = np.arange(codes.shape[0])[:, None]
+    is_received = np.where(codes >= 0, stage > 0, stage + 1 < codes.shape[0])
+    due = np.where(is_received, hidden[np.where(codes < 0, -codes - 1, codes)], 0)
+    following = np.concatenate([due[:, 1:], np.zeros_like(due[:, :1])], axis=1)
+    return np.asarray(choice.ledger.transfers(schedule) + following)
 
 
 def _without_padding(operations: IntArray) -> IntArray:
