@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from ds_infinipipe.cli.parts.views import add_view_arguments, check_views, write_views
 from ds_infinipipe.errors import ConfigError, ScheduleError
+from ds_infinipipe.json_file import parse_json
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,7 +50,7 @@ def _read(path: Path) -> str:
 def _refuse_configurations(path: str, text: str) -> None:
     """ConfigError for a training configuration; anything else is left to the plan's own checks."""
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         return
     if isinstance(content, dict) and {"infinipipe", "train_batch_size"} & content.keys():

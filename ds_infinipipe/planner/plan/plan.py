@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_infinipipe.errors import ConfigError, ScheduleError
+from ds_infinipipe.json_file import parse_json
 from ds_infinipipe.planner.facts.clusters import ClusterSpec
 from ds_infinipipe.planner.facts.models import ModelSpec
 from ds_infinipipe.planner.facts.setup import Layout, Setup
@@ -125,7 +126,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Inverse of `to_json`; raises ScheduleError on a foreign version or a wrong digest."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             plan, stated = cls._from_mapping(data), data["digest"]
         except (ConfigError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ScheduleError(
@@ -143,7 +144,7 @@ class Plan:
     def _from_mapping(cls, data: Mapping[str, Any]) -> Plan:
         if data["version"] != PLAN_VERSION:
             raise ValueError(f"version {data['version']}")
-        lengths = tuple(data["lengths"])
+        lengths = _ints(data["lengths"])
         predicted, solver = data["predicted"], data["solver"]
         # the digest leaves it out
         solver["time_s"] = float(solver["time_s"])
@@ -161,7 +162,14 @@ class Plan:
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(v) for v in values)
+    return tuple(_whole(v) for v in values)
+
+
+def _whole(value: object) -> int:
+    """Raises TypeError for what is no whole number in JSON: text, true, 2.0."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} stands for a whole number")
+    return value
 
 
 def _chunk_to_json(chunk: Chunk) -> dict[str, Any]:
@@ -171,15 +179,12 @@ def _chunk_to_json(chunk: Chunk) -> dict[str, Any]:
 
 def _chunk_from_json(data: Mapping[str, Any], lengths: tuple[int, ...]) -> Chunk:
     slices = tuple(
-        Slice(
-            s["sequence"],
-            s["start"],
-            s["length"],
-            s["start"] + s["length"] == lengths[s["sequence"]],
+        Slice(sequence, start, length, start + length == lengths[sequence])
+        for sequence, start, length in (
+            _ints((s["sequence"], s["start"], s["length"])) for s in data["slices"]
         )
-        for s in data["slices"]
     )
-    return Chunk(slices, data["padding"])
+    return Chunk(slices, _whole(data["padding"]))
 
 
 def _pipeline_from_json(data: Mapping[str, Any]) -> PipelinePlan:
@@ -187,5 +192,5 @@ def _pipeline_from_json(data: Mapping[str, Any]) -> PipelinePlan:
         forward=_ints(data["forward"]),
         backward=_ints(data["backward"]),
         recompute=tuple(_ints(row) for row in data["recompute"]),
-        num_split=int(data["num_split"]),
+        num_split=_whole(data["num_split"]),
     )

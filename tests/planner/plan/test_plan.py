@@ -102,6 +102,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
     "no alignment": lambda d: d["setup"].update(alignment=0),
     "sequence out of range": lambda d: d["chunks"][0]["slices"][0].update(sequence=77),
     "pipelines missing": lambda d: d.update(pipelines=None),
+    "lengths as text": lambda d: d.update(lengths=[str(n) for n in d["lengths"]]),
+    "a start as text": lambda d: d["chunks"][0]["slices"][0].update(start="0"),
+    "a padding of half a token": lambda d: d["chunks"][0].update(padding=0.5),
+    "true for a chunk": lambda d: d["pipelines"][0]["forward"].__setitem__(0, True),
 }
 
 
@@ -113,7 +117,7 @@ def test_a_file_that_is_no_plan_is_refused(damage: Callable[[dict[str, Any]], No
         Plan.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", "3"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "3", "[" * 100_000])
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="not a plan file"):
         Plan.from_json(text)
