@@ -284,7 +284,8 @@ class RecoverySettings(_Section):
     for a batch that does not fit in it. Default 0.85."""
 
     max_lowerings: int = Field(default=3, ge=1, le=100)
-    """Lower limits in a row for one step; a start after one more is refused. Default 3."""
+    """Lower limits in a row without getting past the step; a start after one more is refused.
+    Default 3."""
 
 
 class DebugSettings(_Section):

@@ -17,9 +17,9 @@ MEMORY_LIMIT_FILE = "memory-limit.json"
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Plans keep within `limit_bytes`, as `step` (from 1) has run out of memory.
+    """Plans keep within `limit_bytes`, as `step` (from 1) or one before has run out of memory.
 
-    It has done so `lowerings` times in a row, each time within a lower limit; `cause` is the last.
+    That was `lowerings` times in a row, without getting past it; `cause` is the last.
     """
 
     limit_bytes: int

@@ -233,9 +233,9 @@ class MemoryGuard:
         most = self._settings.max_lowerings
         if stored.lowerings > most:
             raise ConfigError(
-                f"{self._file}: step {stored.step} has run out of memory {stored.lowerings} times "
-                f"in a row, each time planned within less, and infinipipe.recovery.max_lowerings "
-                f"is {most}. The last time {stored.cause}. Plan for more devices or another "
+                f"{self._file}: up to step {stored.step} the run has run out of memory "
+                f"{stored.lowerings} times in a row, and infinipipe.recovery.max_lowerings is "
+                f"{most}. The last time {stored.cause}. Plan for more devices or another "
                 "layout, set a smaller infinipipe.planner.memory_limit_gib, and delete the file"
             )
 
@@ -247,6 +247,7 @@ class MemoryGuard:
                 write_memory_limit(self._folder, self._lower_limit(mine))
             except OSError as error:
                 logger.error("the lower memory limit cannot be stored in %s: %s", self._file, error)
+        self._channel.wait_until_heard()
         self._wake_others()
         return first
 
@@ -255,14 +256,15 @@ class MemoryGuard:
             wake_others()
 
     def _lower_limit(self, report: OomReport) -> MemoryLimit:
-        before = self._stored
-        again = before is not None and before.step == report.step
+        """As often in a row as no step behind those that failed before has been reached."""
+        before = self._stored or MemoryLimit(report.limit_bytes, 0, 0, "")
+        is_again = report.step <= before.step
         return MemoryLimit(
             limit_bytes=int(
                 self._settings.reduction * min(report.predicted_bytes, report.limit_bytes)
             ),
-            step=report.step,
-            lowerings=1 + (before.lowerings if before is not None and again else 0),
+            step=max(report.step, before.step),
+            lowerings=1 + (before.lowerings if is_again else 0),
             cause=str(report),
         )
 

@@ -123,10 +123,12 @@ class SideChannel:
 
     def announce(self, text: str) -> str:
         """Tell every rank what ends them all; the announcement that stands, which is the first."""
-        stands = self._board.write_first(_ANNOUNCED, text)
+        return self._board.write_first(_ANNOUNCED, text) or text
+
+    def wait_until_heard(self) -> None:
+        """Give ranks that listen time to hear why, before they are aborted."""
         if self._thread is not None:
-            time.sleep(2 * _POLL_S)  # so that no rank is aborted before it has heard why
-        return stands or text
+            time.sleep(2 * _POLL_S)
 
     def announced(self) -> str | None:
         """The announcement, if there is one."""

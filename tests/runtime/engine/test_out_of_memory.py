@@ -13,7 +13,7 @@ from oom_cases import Fault, end_with_fault, make_engine
 from ranks import run_ranks
 
 from ds_infinipipe.checks.exactness import Case
-from ds_infinipipe.config.section import InfiniPipeConfig
+from ds_infinipipe.config.section import InfiniPipeConfig, RecoverySettings
 from ds_infinipipe.errors import ConfigError
 from ds_infinipipe.runtime.checkpoint.memory_limit import (
     MEMORY_LIMIT_FILE,
@@ -21,7 +21,7 @@ from ds_infinipipe.runtime.checkpoint.memory_limit import (
     read_memory_limit,
     write_memory_limit,
 )
-from ds_infinipipe.runtime.engine.out_of_memory import is_out_of_memory
+from ds_infinipipe.runtime.engine.out_of_memory import MemoryGuard, OomReport, is_out_of_memory
 from ds_infinipipe.runtime.ranks.store import SideChannel
 
 pytestmark = pytest.mark.ranks
@@ -85,6 +85,18 @@ def test_what_to_do_is_said_where_no_limit_can_be_stored_and_lowered_where_one_i
     assert stored.cause in first and stored.cause in second
 
 
+def test_steps_that_fail_in_turn_count_together_until_one_is_passed() -> None:
+    guard: Any = MemoryGuard.__new__(MemoryGuard)
+    guard._settings, guard._stored = RecoverySettings(reduction=0.5), None
+    counts = []
+    for step in (5, 7, 6, 7, 9, 9):
+        report = OomReport(0, 0, step, "place", 80, 100, "", "cause")
+        guard._stored = guard._lower_limit(report)
+        counts.append((guard._stored.step, guard._stored.lowerings))
+        assert guard._stored.limit_bytes == 40
+    assert counts == [(5, 1), (7, 1), (7, 2), (7, 3), (9, 1), (9, 2)]
+
+
 def _start(rank: int, folder: str, **planner: Any) -> tuple[str, int]:
     """What a start says, and the limit that its plans keep to."""
     try:
@@ -128,7 +140,7 @@ def test_a_start_keeps_to_a_stored_limit_as_far_as_batches_fit_and_not_for_ever(
     assert within == ("", configured // 2)
     assert above == ("", configured)
     assert tiny == ("", configured)  # nothing fits in it
-    assert "step 7 has run out of memory 4 times in a row" in refused[0]
+    assert "up to step 7 the run has run out of memory 4 times in a row" in refused[0]
     assert "max_lowerings is 3. The last time rank 3 ran out." in refused[0]
     assert "has other content than limit_bytes, step" in damaged[0]
 
