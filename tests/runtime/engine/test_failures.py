@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -35,7 +36,11 @@ def _engine() -> InfiniPipeEngine:
 
 
 def _train_with_a_casualty(rank: int, victim: int, op: str, sign: int, folder: str) -> None:
-    """Train; the victim kills or stops itself at its first instruction of kind `op`."""
+    """Train; the victim kills or stops itself at its first instruction of kind `op`.
+
+    The last of the others ends a victim that is stopped, for which the test would wait.
+    """
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     engine = _engine()
     do = StepRun.do
 
@@ -54,6 +59,9 @@ def _train_with_a_casualty(rank: int, victim: int, op: str, sign: int, folder: s
     except InfiniPipeError as error:
         elapsed = time.monotonic() - started
         Path(folder, f"rank{rank}").write_text(f"{elapsed:.2f} {type(error).__name__} {error}")
+    if len(list(Path(folder).glob("rank*"))) == 3:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(Path(folder, f"pid{victim}").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
